@@ -1,0 +1,1 @@
+"""What no generation changed: the contract and its checks, masks, reference, tiles, compile cache, torch operators."""

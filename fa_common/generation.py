@@ -1,0 +1,427 @@
+"""One generation of FlashAttention behind the signature that all of them share.
+
+    eager, no gradient           flash_attn_func -> forward -> the run prepared for such a call
+    torch.compile, or gradient   flash_attn_func -> operator faN::forward -> forward
+      and on the way back                           operator faN::backward -> backward
+
+A run is a function (q, k, v, out, lse) -> (out, lse) with every check passed and every choice made: it launches a CUDA
+kernel, or on a CPU runs the generation's algorithm. What those choices depend on (shapes, strides, types, arguments)
+finds it again, in one dict lookup: a call has no more than a few microseconds of host time to spend.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_common.capabilities import Capabilities
+from fa_common.compile import KernelKey, load
+from fa_common.operators import NUM_DENSE_ARGUMENTS, Arguments, define_operators, to_operator
+from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
+
+ALIGNMENT = 16  # bytes: what cp.async and TMA ask of an address, and so of a base and of every stride but the last
+MAX_RUNS = 4096  # prepared runs kept at once, a bound for programs whose shapes never repeat
+
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class LaunchShape(NamedTuple):
+    """What a kernel is launched with."""
+
+    grid: tuple[int, int, int]  # CTAs
+    num_threads: int  # of each
+
+    @property
+    def num_ctas(self) -> int:
+        return math.prod(self.grid)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Generation:
+    """What makes a generation: its Config, its algorithm, its kernels. The rest is here, once for all of them."""
+
+    name: str  # "fa3": its package, and the namespace of its torch operators
+    config_type: type
+    default_config: Callable[[Problem], Any]
+    capabilities: Capabilities
+    algorithm: ModuleType  # forward and backward in plain PyTorch
+    build_forward: Callable[[KernelKey, str], Any]  # compiles the kernel
+    launch_forward: Callable[..., None]  # (kernel, q, k, v, out, lse, softmax_scale)
+    shape_forward: Callable[[Problem, Any], LaunchShape]
+    _operator: Callable = field(init=False)  # faN::forward
+    _runs: dict[tuple, Run] = field(default_factory=dict, init=False)
+
+    def __post_init__(self):
+        operator = define_operators(
+            self.name, self.config_type, self.forward, self.backward, cuda_backward=self.capabilities.backward
+        )
+        object.__setattr__(self, "_operator", operator)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def flash_attn_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Window = (None, None),
+        softcap: float = 0.0,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        config: Any = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """softmax(softmax_scale * Q K^T) V, exact, and differentiable in q, k and v.
+
+        q is (batch, seqlen_q, heads_q, head_dim), k and v are (batch, seqlen_k, heads_kv, head_dim), all float16 or all
+        bfloat16. heads_kv divides heads_q (GQA, MQA); head_dim is a multiple of 8 up to 256. Mind the order: tensors
+        for PyTorch's scaled_dot_product_attention have heads before seqlen; `transpose(1, 2)` them, no copy is made.
+        CUDA tensors run the generation's kernel, CPU tensors its algorithm.py: as exact, and slow.
+
+        Args:
+            softmax_scale: head_dim ** -0.5 if None.
+            causal: query i sees the keys up to i + seqlen_k - seqlen_q, that is, masks are aligned bottom-right.
+            window_size: (left, right), how many keys before and after its own position a query sees, both inclusive;
+                None or -1 for no bound.
+            softcap: scores become softcap * tanh(score / softcap); 0 is off.
+            deterministic: whether gradients are bitwise repeatable. The forward always is.
+            return_lse: whether to return the log-sum-exp of each row of scores too, as differentiable as out.
+            config: what the kernel is built from, of this generation's Config type; None for default_config(problem).
+
+        Returns:
+            out, of q's shape and dtype; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) float32, natural
+            logarithm. A query that sees no key gets out 0, lse -inf and gradients 0.
+
+        Raises:
+            UnsupportedProblem: this generation lacks it; the message says what, and why.
+            TypeError, ValueError: an argument is wrong. Dropout, ALiBi, sinks and mask tensors do not exist here: each
+                is a TypeError that names the argument.
+        """
+        out, lse = self._attend(q, k, v, (softmax_scale, causal, window_size, softcap, deterministic, config))
+        return (out, lse) if return_lse else out
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Window = (None, None),
+        softcap: float = 0.0,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        config: Any = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`flash_attn_func` over sequences of different lengths, packed one after the other without padding.
+
+        q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence i has the queries
+        cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise; either may be empty.
+
+        Args:
+            cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), from 0 up to the total, on the device of q.
+            max_seqlen_q, max_seqlen_k: no sequence is longer; Python ints.
+
+        Returns:
+            out, of q's shape and dtype; with return_lse (out, lse), lse (heads_q, total_q) float32.
+
+        Raises:
+            As flash_attn_func. The values in cu_seqlens are checked on a CPU only: on a GPU that would wait for it.
+        """
+        sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        arguments = (softmax_scale, causal, window_size, softcap, deterministic, config, *sequences)
+        out, lse = self._attend(q, k, v, arguments)
+        return (out, lse) if return_lse else out
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Window = (None, None),
+        softcap: float = 0.0,
+        config: Any = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of `flash_attn_func`, or of `flash_attn_varlen_func` given cu_seqlens, outside autograd.
+
+        `out` and `lse` are written if given, allocated if not. The call with the least host time, for benchmarks and
+        for those who bring their own autograd: no gradient flows through it.
+        """
+        arguments = (softmax_scale, causal, window_size, softcap, False, config)
+        sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        if sequences.count(None) < len(sequences):
+            arguments = (*arguments, *sequences)
+        return self._run(q, k, v, arguments, out, lse)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        dlse: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Window = (None, None),
+        softcap: float = 0.0,
+        deterministic: bool = False,
+        config: Any = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), each shaped and typed like its tensor, from what `forward` was given and returned.
+
+        `dout` and `dlse` are the gradients of out and lse; dlse None is zero.
+        """
+        sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        arguments = (softmax_scale, causal, window_size, softcap, deterministic, config, *sequences)
+        problem, config = self._checked(q, k, v, arguments, needs_grad=True)
+        for name, tensor in (("dout", dout), ("out", out)):
+            _check_like(name, tensor, q.shape, q.dtype, q.device)
+        for name, tensor in (("dlse", dlse), ("lse", lse)):
+            _check_like(name, tensor, lse_shape(q), torch.float32, q.device)
+        return self._differentiate_algorithm(problem, config, (dout, q, k, v, out, lse, dlse))
+
+    def why_not(self, problem: Problem) -> str | None:
+        """The first reason why this generation cannot run `problem`, as one clause; None if it can."""
+        return self.capabilities.why_not(problem)
+
+    def check_config(self, config: Any) -> None:
+        """Raises TypeError unless `config` is None, for the default, or of this generation's own type."""
+        if config is not None and type(config) is not self.config_type:
+            raise TypeError(
+                f"config must be a {_qualified(self.config_type)}; got a {_qualified(type(config))}; "
+                f"leave it out for {self.name}'s default"
+            )
+
+    def forward_key(self, problem: Problem, config: Any) -> KernelKey:
+        """The compiled kernel that the forward of a CUDA problem launches."""
+        return KernelKey(
+            version=self.name,
+            direction="forward",
+            dtype=problem.dtype_name,
+            head_dim=problem.head_dim,
+            causal=problem.causal,
+            config=config,
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple) -> tuple[Tensor, Tensor]:
+        """(out, lse), by way of the operator where autograd or the compiler has to see the call."""
+        if torch.compiler.is_compiling():
+            self.check_config(Arguments(*arguments).config)  # in the operator's string all Configs look alike
+        elif _needs_grad(q, k, v):
+            self._checked(q, k, v, arguments)  # inside the operator nothing needs a gradient
+        else:
+            return self._run(q, k, v, arguments)
+        return self._operator(q, k, v, *to_operator(arguments))
+
+    def _checked(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple, needs_grad: bool | None = None
+    ) -> tuple[Problem, Any]:
+        """The problem and the config to run it with, or the error that names what is wrong or lacking.
+
+        `needs_grad` is what autograd says if None.
+        """
+        arguments = Arguments(*arguments)._asdict()
+        config = arguments.pop("config")
+        problem = Problem.from_tensors(q, k, v, **arguments)
+        if needs_grad is not None:
+            problem = replace(problem, needs_grad=needs_grad)
+        if reason := self.why_not(problem):
+            raise UnsupportedProblem(f"{self.name} cannot run this problem: {reason}")
+        self.check_config(config)
+        return problem, self.default_config(problem) if config is None else config
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the forward as prepared for a call like this one, now or earlier."""
+        if len(arguments) > NUM_DENSE_ARGUMENTS:  # the values in cu_seqlens decide too
+            return self._prepare(q, k, v, arguments, out, lse)(q, k, v, out, lse)
+        try:
+            # fmt: off
+            key = (
+                q.shape, q.stride(), q.dtype, q.device,
+                k.shape, k.stride(), k.dtype, k.device,
+                v.shape, v.stride(), v.dtype, v.device,
+                arguments,
+                None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+                None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
+            )
+            # fmt: on
+            run = self._runs.get(key)
+        except (AttributeError, TypeError):  # something is no tensor, or cannot be hashed
+            self._checked(q, k, v, arguments)  # raises the error that names it
+            raise
+        if run is None:
+            run = self._prepare(q, k, v, arguments, out, lse)
+            if len(self._runs) >= MAX_RUNS:
+                self._runs.clear()
+            self._runs[key] = run
+        return run(q, k, v, out, lse)
+
+    def _prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple, out: Tensor | None, lse: Tensor | None
+    ) -> Run:
+        """Checks the call, makes every choice, compiles or loads the kernel."""
+        problem, config = self._checked(q, k, v, arguments, needs_grad=False)
+        _check_like("out", out, q.shape, q.dtype, q.device)
+        _check_like("lse", lse, lse_shape(q), torch.float32, q.device)
+        if problem.device == "cpu" or problem.is_empty:
+            return functools.partial(self._run_algorithm, problem, config)
+        if out is not None and (_is_unreadable(out) or 0 in out.stride()):
+            raise ValueError(
+                f"out must have a last stride of 1 and others that are positive multiples of {ALIGNMENT} bytes; "
+                f"got strides {out.stride()} of {out.dtype}"
+            )
+        if lse is not None and not lse.is_contiguous():
+            raise ValueError(f"lse must be contiguous; got strides {lse.stride()}")
+        return self._kernel_run(problem, config, q, k, v)
+
+    def _kernel_run(self, problem: Problem, config: Any, q: Tensor, k: Tensor, v: Tensor) -> Run:
+        """The run that launches the forward kernel over tensors laid out like these."""
+        kernel = load(self.forward_key(problem, config), self.build_forward)
+        launch, softmax_scale, device = self.launch_forward, problem.softmax_scale, q.get_device()
+        shape_of_lse, contiguous = lse_shape(q), torch.contiguous_format
+        copy_q, copy_k, copy_v = map(_is_unreadable, (q, k, v))
+
+        def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+            if copy_q or q.data_ptr() % ALIGNMENT:
+                q = q.clone(memory_format=contiguous)
+            if copy_k or k.data_ptr() % ALIGNMENT:
+                k = k.clone(memory_format=contiguous)
+            if copy_v or v.data_ptr() % ALIGNMENT:
+                v = v.clone(memory_format=contiguous)
+            if out is None:
+                out = torch.empty_like(q, memory_format=contiguous)
+            elif out.data_ptr() % ALIGNMENT:
+                raise ValueError(f"out must be aligned to {ALIGNMENT} bytes; got address {out.data_ptr():#x}")
+            if lse is None:
+                lse = q.new_empty(shape_of_lse, dtype=torch.float32)
+            if torch.cuda.current_device() == device:
+                launch(kernel, q, k, v, out, lse, softmax_scale)
+            else:
+                with torch.cuda.device(device):
+                    launch(kernel, q, k, v, out, lse, softmax_scale)
+            return out, lse
+
+        return run
+
+    def _run_algorithm(
+        self, problem: Problem, config: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The run that needs no kernel: the algorithm, one sequence after the other, or a result without any score."""
+        out = q.new_empty(q.shape) if out is None else out
+        lse = q.new_empty(lse_shape(q), dtype=torch.float32) if lse is None else lse
+        with torch.no_grad():
+            out.zero_()
+            lse.fill_(-torch.inf)
+            q, k, v, all_out, all_lse = _with_batch(problem, q, k, v, out, lse)
+            for queries, keys in _sequences(problem):
+                all_out[:, queries], all_lse[..., queries] = self.algorithm.forward(
+                    q[:, queries], k[:, keys], v[:, keys], **_mathematics(problem), config=config
+                )
+        return out, lse
+
+    def _differentiate_algorithm(
+        self, problem: Problem, config: Any, saved: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) by the algorithm; `saved` is (dout, q, k, v, out, lse, dlse)."""
+        gradients = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in saved[1:4])
+        with torch.no_grad():
+            dout, q, k, v, out, lse, dlse = _with_batch(problem, *saved)
+            dq, dk, dv = _with_batch(problem, *gradients)
+            for queries, keys in _sequences(problem):
+                dq[:, queries], dk[:, keys], dv[:, keys] = self.algorithm.backward(
+                    dout[:, queries],
+                    q[:, queries],
+                    k[:, keys],
+                    v[:, keys],
+                    out[:, queries],
+                    lse[..., queries],
+                    **_mathematics(problem),
+                    config=config,
+                    dlse=None if dlse is None else dlse[..., queries],
+                )
+        return gradients
+
+
+# ---- Tensors
+
+
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    try:
+        return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    except AttributeError:  # no tensor: the checks to come name it
+        return False
+
+
+def _check_like(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
+        raise ValueError(
+            f"{name} must be {dtype} of shape {tuple(shape)} on {device}; "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+        )
+
+
+def _is_unreadable(tensor: Tensor) -> bool:
+    """Whether the kernels cannot read these strides: the last is not 1, or another no multiple of 16 bytes."""
+    *strides, last = tensor.stride()
+    return last != 1 or any(stride * tensor.itemsize % ALIGNMENT for stride in strides)
+
+
+def _with_batch(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Views with a batch dimension of 1 where the batch is packed: (1, total, ...), LSE (1, heads, total)."""
+    return tuple(x[None] if problem.varlen and x is not None else x for x in tensors)
+
+
+def _sequences(problem: Problem) -> Iterator[tuple[slice, slice]]:
+    """The (queries, keys) of each call of the algorithm: all, or those of each packed sequence that has both."""
+    if problem.is_empty:
+        return
+    if not problem.varlen:
+        yield slice(None), slice(None)
+        return
+    bounds_q, bounds_k = (accumulate(lengths, initial=0) for lengths in zip(*problem.seqlens, strict=True))
+    for queries, keys in zip(pairwise(bounds_q), pairwise(bounds_k), strict=True):
+        if queries[0] < queries[1] and keys[0] < keys[1]:
+            yield slice(*queries), slice(*keys)
+
+
+def _mathematics(problem: Problem) -> dict[str, Any]:
+    """What the algorithm computes, by its own names."""
+    return {name: getattr(problem, name) for name in ("softmax_scale", "causal", "window", "softcap")}
+
+
+def _qualified(config_type: type) -> str:
+    return f"{config_type.__module__.partition('.')[0]}.{config_type.__qualname__}"

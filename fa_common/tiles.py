@@ -1,0 +1,374 @@
+"""Register and shared-memory tiles: the views, copies and masks that no generation changed.
+
+Both `mma.sync` (m16n8k16) and WGMMA (m64nNk16) hand a thread its accumulator in the same small pattern: two
+neighbouring columns of row r, the same two of row r + 8, then the next eight columns. Four lanes (a quad) share a row.
+Everything here follows from that one picture:
+
+    lane 4i + q:   row i      columns 2q, 2q+1 | 8+2q, 8+2q+1 | 16+2q, ...
+                   row i + 8  columns 2q, 2q+1 | 8+2q, 8+2q+1 | 16+2q, ...
+
+Helpers without a decorator are plain Python at trace time; those under `cute.jit` hold loops or dynamic conditions.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+QUAD = 4  # lanes that share a row of an accumulator
+DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+
+
+def as_rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator fragment ((2, 2[, N/8]), MMA_M, MMA_N), seen as (rows, columns) of this thread."""
+    shape, stride = acc.layout.shape, acc.layout.stride
+    # WGMMA repeats the pattern inside one instruction: a third entry, N/8, which mma.sync has not.
+    rows, columns = (shape[0][1], shape[1]), (shape[0][0], *shape[0][2:], shape[2])
+    row_stride, column_stride = (stride[0][1], stride[1]), (stride[0][0], *stride[0][2:], stride[2])
+    return cute.make_tensor(acc.iterator, cute.make_layout((rows, columns), stride=(row_stride, column_stride)))
+
+
+def as_operand_a(acc_layout: cute.Layout) -> cute.Layout:
+    """The layout under which an accumulator's registers, once 16-bit, are the A operand of the next product.
+
+    The C fragment of 16 columns is exactly the A fragment of one k-step of 16, so P needs no shuffle:
+    WGMMA ((2, 2, N/8), M, N') -> ((2, 2, 2), M, (N/16, N')), mma.sync ((2, 2), M, N) -> ((2, 2, 2), M, N/2).
+    """
+    if const_expr(cute.rank(acc_layout.shape[0]) == 3):
+        halves = cute.logical_divide(acc_layout, ((None, None, 2), None, None))  # ((2, 2, (2, N/16)), M, N')
+        (s0, s1, (s2, s3)), s_m, s_n = halves.shape
+        (d0, d1, (d2, d3)), d_m, d_n = halves.stride
+        return cute.make_layout(((s0, s1, s2), s_m, (s3, s_n)), stride=((d0, d1, d2), d_m, (d3, d_n)))
+    halves = cute.logical_divide(acc_layout, (None, None, 2))  # ((2, 2), M, (2, N/2))
+    (s0, s1), s_m, (s2, s3) = halves.shape
+    (d0, d1), d_m, (d2, d3) = halves.stride
+    return cute.make_layout(((s0, s1, s2), s_m, s3), stride=((d0, d1, d2), d_m, d3))
+
+
+@dsl_user_op
+def rounded_pair(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Uint32:
+    """Two fp32 values rounded to `dtype`, packed into one register.
+
+    A volatile instruction for the compiler's sake: an ordinary conversion is moved down to where P is used, behind the
+    WGMMAs of the next block, which keeps P alive in fp32 too (C7512: all WGMMAs serialised for want of registers).
+    """
+    name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    packed = llvm.inline_asm(
+        T.i32(),
+        [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)],
+        f"cvt.rn.{name}.f32 $0, $1, $2;",
+        "=r,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Uint32(packed)
+
+
+def round_to_operand_a(acc: cute.Tensor, rP: cute.Tensor) -> None:
+    """Rounds an accumulator into rP, an A operand laid out by `as_operand_a` over the same registers."""
+    # Numbered as the accumulator numbers its elements: rP's own modes count the same registers in another order.
+    pairs = cute.recast_tensor(cute.make_tensor(rP.iterator, acc.layout), Uint32)
+    for i in range(cute.size(pairs)):
+        pairs[i] = rounded_pair(acc[2 * i], acc[2 * i + 1], rP.element_type)
+
+
+def visible_blocks(first_query: Int32, tile_m: int, tile_n: int, seqlens: tuple, causal: bool) -> tuple[Int32, Int32]:
+    """(num_blocks, num_full): how many key blocks a query tile sees; how many of those, from key 0 on, it sees whole.
+
+    Causal is aligned bottom-right: query i sees the keys up to i + seqlen_k - seqlen_q. At least one block is visited,
+    so that a tile without any key still writes its zeros; its mask hides every score.
+    """
+    seqlen_q, seqlen_k = seqlens
+    end, full_end = seqlen_k, seqlen_k
+    if const_expr(causal):
+        first_visible = first_query + 1 + seqlen_k - seqlen_q
+        end = cutlass.min(seqlen_k, first_visible + tile_m - 1)
+        full_end = cutlass.min(seqlen_k, first_visible)
+    return cutlass.max(cute.ceil_div(end, tile_n), 1), cutlass.max(full_end, 0) // tile_n
+
+
+@cute.jit
+def mask_scores(acc_S: cute.Tensor, tScS: cute.Tensor, origin: tuple, seqlens: tuple, causal: cutlass.Constexpr):
+    """Sets the scores of keys that a query does not see to -inf; `origin` is the tile's first (query, key).
+
+    A select for each element, never a branch: branches cost more than half of the speed (docs/dsl-notes.md).
+    """
+    S, cS = as_rows_and_columns(acc_S), as_rows_and_columns(tScS)
+    first_query, first_key = origin
+    seqlen_q, seqlen_k = seqlens
+    for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+        query, key = cS[r, 0]
+        num_visible = seqlen_k
+        if const_expr(causal):
+            num_visible = cutlass.min(seqlen_k, first_query + query + 1 + seqlen_k - seqlen_q)
+        # Counted from this thread's first column; its c-th lies a constant further (see the picture above).
+        num_visible = num_visible - first_key - key
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = -Float32.inf if num_visible <= c // 2 * 8 + c % 2 else S[r, c]
+
+
+def quad_max(x: Float32) -> Float32:
+    return cute.arch.warp_reduction_max(x, threads_in_group=QUAD)
+
+
+def quad_sum(x: Float32) -> Float32:
+    return cute.arch.warp_reduction_sum(x, threads_in_group=QUAD)
+
+
+@cute.jit
+def row_sum_of(p: cute.Tensor, r: cutlass.Constexpr) -> Float32:
+    """The sum of row r of p (rows, columns): four chains of adds, since one would wait for each of its own results."""
+    num_columns = cute.size(p, mode=[1])
+    partial = [p[r, c] for c in range(4)]
+    for c in cutlass.range_constexpr(4, num_columns):
+        partial[c % 4] = partial[c % 4] + p[r, c]
+    return (partial[0] + partial[1]) + (partial[2] + partial[3])
+
+
+def check_shared_memory(num_bytes: int, config, head_dim: int) -> None:
+    """Raises ValueError when a CTA's shared memory exceeds what sm_90 has; the compiler would not notice."""
+    capacity = cutlass.memory.SmemAllocator.capacity_in_bytes("sm_90")
+    if num_bytes > capacity:
+        raise ValueError(
+            f"{config} needs {num_bytes} bytes of shared memory at head_dim {head_dim}, sm_90 has {capacity}: "
+            "take smaller tiles or fewer stages"
+        )
+
+
+# ---- What kernels are compiled for: every size dynamic but head_dim
+
+
+def fake_sequences(dtype: type, shape: tuple) -> cute.Tensor:
+    """(batch, seqlen, heads, head_dim) of any 16-byte aligned strides, 64-bit, with a unit last one."""
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+    return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
+
+
+def fake_accumulator(shape: tuple) -> cute.Tensor:
+    """Contiguous fp32 (batch, heads, seqlen, head_dim), read and written 16 bytes at a time."""
+    return make_fake_compact_tensor(Float32, shape, stride_order=(3, 2, 1, 0), assumed_align=16)
+
+
+def fake_rows(shape: tuple) -> cute.Tensor:
+    """Contiguous fp32, the last mode innermost: LSE and other statistics of a row."""
+    return make_fake_compact_tensor(Float32, shape, stride_order=tuple(reversed(range(len(shape)))))
+
+
+# ---- Ampere-style tiles: cp.async into swizzled shared memory, ldmatrix out of it (fa1, fa2)
+#
+# A (rows, columns) tile of a 16-bit type lies in panels of 64 columns, each row of a panel 128 bytes. Inside a row the
+# 16-byte chunk c stands at place c XOR (row mod 8), so that the eight rows one ldmatrix phase reads hit all 32 banks.
+# Steps of eight rows or of a panel leave that XOR alone: they are immediate offsets. A step of 16 columns flips bits of
+# it: one more XOR with a constant. The copies below say so outright. Left to a swizzled layout, the compiler kept an
+# address register for each of the 80 ldmatrix of a loop, and spilled (docs/dsl-notes.md).
+
+PANEL = 64  # columns of a 128-byte row
+CHUNK = 8  # elements of 16 bytes
+
+
+def tile_layout(rows: int, columns: int) -> cute.Layout:
+    """(rows, columns) in panels, before the XOR."""
+    return cute.make_layout((rows, (PANEL, columns // PANEL)), stride=(PANEL, (1, rows * PANEL)))
+
+
+def swizzled_offset(row: Int32, column: Int32, rows: int) -> Int32:
+    """Where element (row, column) of a tile lies, in elements; column must be a multiple of 8."""
+    place = (column % PANEL // CHUNK) ^ (row % 8)
+    return column // PANEL * (rows * PANEL) + row * PANEL + place * CHUNK
+
+
+def shared_pointer(dtype: type, address: Int32, align: int) -> cute.Pointer:
+    """A pointer from a byte address that is known to be aligned (`Pointer.align` would round it up, at run time)."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align)
+
+
+@dsl_user_op
+def columns_further(address: Int32, columns: int, *, loc=None, ip=None) -> Int32:
+    """The address of the 16 bytes `columns` (16, 32 or 48) further in a swizzled row of a 128-byte aligned shared tile.
+
+    A volatile instruction for the compiler's sake: an ordinary XOR is moved out of the loop, and the registers that
+    hold its results for Q, K and V spill (d = 128, 128 x 64: 59 local loads and stores instead of 44).
+    """
+    further = llvm.inline_asm(
+        T.i32(),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"xor.b32 $0, $1, {columns * 2};",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(further)
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """This thread's share of copying a (rows, columns) tile between global and shared memory, 16 bytes at a time.
+
+    Eight threads take a 128-byte row. `num_threads / 8` rows at a time is a multiple of eight: one XOR serves them all.
+    """
+
+    asynchronous: cute.CopyAtom  # cp.async, global to shared
+    synchronous: cute.CopyAtom  # 16-byte loads and stores
+    thread: cute.TiledCopy
+    rows: cute.Tensor  # coordinates (row, column) of this thread's 16-byte pieces, (16 B, rows, panels)
+
+    @staticmethod
+    def of(dtype: type, rows: int, columns: int, num_threads: int) -> "RowCopy":
+        asynchronous = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
+        )
+        synchronous = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
+        thread = cute.make_tiled_copy_tv(
+            asynchronous, cute.make_ordered_layout((num_threads // 8, 8), order=(1, 0)), cute.make_layout((1, CHUNK))
+        ).get_slice(cute.arch.thread_idx()[0])
+        return RowCopy(
+            asynchronous, synchronous, thread, thread.partition_S(cute.make_identity_tensor((rows, columns)))
+        )
+
+    def of_global(self, g: cute.Tensor) -> cute.Tensor:
+        """This thread's pieces of a global (rows, columns, ...) tile: (16 B, rows, panels, ...)."""
+        return self.thread.partition_S(g)
+
+    def of_shared(self, s: cute.Tensor) -> cute.Tensor:
+        """This thread's pieces of a shared tile, XOR included: (16 B, rows, panels)."""
+        row, column = self.rows[0, 0, 0]
+        pieces = self.thread.partition_D(s)
+        offset = swizzled_offset(row, column, cute.size(s, mode=[0]))
+        pointer = shared_pointer(s.element_type, s.iterator.toint() + offset * 2, align=16)
+        return cute.make_tensor(pointer, pieces.layout)
+
+    def load(self, g: cute.Tensor, s: cute.Tensor) -> None:
+        """Starts copying a whole tile into shared memory; both arguments are this thread's pieces."""
+        cute.copy(self.asynchronous, g, s)
+
+    @cute.jit
+    def load_rows(self, g: cute.Tensor, s: cute.Tensor, num_rows: Int32):
+        """Starts copying the first `num_rows` rows and zeroes the others: stale shared memory might be NaN, and 0 * NaN
+        is NaN."""
+        for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            if self.rows[0, i, 0][0] < num_rows:
+                cute.copy(self.asynchronous, g[None, i, None], s[None, i, None])
+            else:
+                s[None, i, None].fill(0)
+
+    @cute.jit
+    def store_rows(self, s: cute.Tensor, g: cute.Tensor, num_rows: Int32):
+        """Copies the first `num_rows` rows of a shared tile out to global memory."""
+        for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            if self.rows[0, i, 0][0] < num_rows:
+                piece = cute.make_rmem_tensor_like(s[None, i, None])
+                cute.copy(self.synchronous, s[None, i, None], piece)
+                cute.copy(self.synchronous, piece, g[None, i, None])
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of an mma.sync product: where this lane's ldmatrix reads, and the registers it fills."""
+
+    atom: cute.CopyAtom
+    address: Int32  # of this lane's first 16 bytes, XOR included
+    num_rows: int  # of the shared tile
+    rows_apart: int  # rows from one ldmatrix to the next
+    transpose: bool  # the product's depth runs along the tile's rows (V), not its columns (Q, K)
+    filled: cute.Tensor  # `registers`, as ldmatrix fills them: (ldmatrix, MMA_M or MMA_N, MMA_K)
+    registers: cute.Tensor  # (MMA, MMA_M or MMA_N, MMA_K)
+
+    @staticmethod
+    def a(mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> "Operand":
+        """The (M, K) operand; warps lie side by side along M."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), s.element_type)
+        copy = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
+        registers = mma.make_fragment_A(mma.get_slice(thread).partition_A(s))
+        shape = cute.product_each(s.shape)
+        row, column = copy.partition_S(cute.make_identity_tensor(shape))[0, 0, 0]
+        address = s.iterator.toint() + swizzled_offset(row, column, shape[0]) * 2
+        rows_apart = shape[0] // cute.size(registers, mode=[1])
+        return Operand(atom, address, shape[0], rows_apart, False, copy.retile(registers), registers)
+
+    @staticmethod
+    def b(
+        mma: cute.TiledMma, s: cute.Tensor, thread: Int32, rows: tuple | None = None, transpose: bool = False
+    ) -> "Operand":
+        """The (N, K) operand from an (N, K) tile, or, transposed, from a (K, N) one.
+
+        rows: (first, number) of the tile's rows to use, a multiple of 16 each; all of them by default.
+        """
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, 4), s.element_type)
+        copy = cute.make_tiled_copy_B(atom, mma).get_slice(thread)
+        num_rows, num_columns = cute.product_each(s.shape)
+        first_row, rows_used = rows or (0, num_rows)
+        shape = (num_columns, rows_used) if transpose else (rows_used, num_columns)
+        coordinates = copy.partition_S(cute.make_identity_tensor(shape))[0, 0, 0]
+        row, column = reversed(coordinates) if transpose else coordinates
+        address = s.iterator.toint() + swizzled_offset(first_row + row, column, num_rows) * 2
+        registers = mma.make_fragment_B(mma.partition_shape_B(shape))
+        return Operand(atom, address, num_rows, 16, transpose, copy.retile(registers), registers)
+
+    def load(self, i: int, k_step: int) -> None:
+        """Reads one ldmatrix.x4: 16 rows of M or N, the i-th such group, by the 16 of a k-step."""
+        row, column = (k_step * 16, i * 16) if self.transpose else (i * self.rows_apart, k_step * 16)
+        address = self.address
+        if column % PANEL:
+            address = columns_further(address, column % PANEL)
+        address = address + (column // PANEL * (self.num_rows * PANEL) + row * PANEL) * 2
+        source = shared_pointer(self.registers.element_type, address, align=16)
+        cute.copy(self.atom, cute.make_tensor(source, cute.make_layout((CHUNK,))), self.filled[None, i, k_step])
+
+    @property
+    def num_groups(self) -> int:
+        """How many ldmatrix.x4 one k-step takes."""
+        return cute.size(self.filled, mode=[1])
+
+
+def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: Operand, b: Operand) -> None:
+    """acc += A B^T, both operands from shared memory."""
+    for k_step in range(cute.size(a.registers, mode=[2])):
+        for i in range(a.num_groups):
+            a.load(i, k_step)
+        multiply_k_step(mma, acc, a.registers[None, None, k_step], b, k_step)
+
+
+def multiply_registers(mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand) -> None:
+    """acc += A B^T, A already in registers."""
+    for k_step in range(cute.size(rA, mode=[2])):
+        multiply_k_step(mma, acc, rA[None, None, k_step], b, k_step)
+
+
+def multiply_k_step(mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, b: Operand, k_step: int) -> None:
+    """acc += A B^T over one k-step of 16; rA is (MMA, MMA_M).
+
+    Sixteen columns of acc at a time, each ldmatrix next to the products that use it: fewer registers wait.
+    """
+    acc_groups = cute.logical_divide(acc, (None, None, 2))  # (MMA, MMA_M, (2, groups))
+    b_groups = cute.logical_divide(b.registers, (None, 2, None))  # (MMA, (2, groups), MMA_K)
+    for i in range(b.num_groups):
+        b.load(i, k_step)
+        acc_group = acc_groups[None, None, (None, i)]
+        cute.gemm(mma, acc_group, rA, b_groups[None, (None, i), k_step], acc_group)
+
+
+def store_accumulator(acc: cute.Tensor, tCcC: cute.Tensor, s: cute.Tensor, rows_apart: int) -> None:
+    """Writes an accumulator fragment, already 16-bit, into a shared tile; `rows_apart` as in `Operand`.
+
+    tCcC: coordinates (row, column) of the fragment's elements.
+    """
+    fragment = as_rows_and_columns(acc)
+    num_rows = cute.product_each(s.shape)[0]
+    first_row, first_column = as_rows_and_columns(tCcC)[0, 0]
+    first = swizzled_offset(first_row, 0, num_rows) + first_column
+    for r in range(cute.size(fragment, mode=[0])):
+        for c in range(0, cute.size(fragment, mode=[1]), 2):
+            row, column = r % 2 * 8 + r // 2 * rows_apart, c * 4  # see the picture at the top
+            offset = column // PANEL * (num_rows * PANEL) + row * PANEL
+            address = s.iterator.toint() + (first ^ (column % PANEL)) * 2 + offset * 2
+            pair = cute.make_tensor(shared_pointer(s.element_type, address, align=4), cute.make_layout((2,)))
+            source = fragment[r, None]
+            pair[0], pair[1] = source[c], source[c + 1]
