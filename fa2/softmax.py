@@ -1,0 +1,66 @@
+"""FA2's online softmax: O stays un-normalised, and one LSE a row is all that is saved.
+
+changed since fa1
+  - O is divided by the row sum once, at the end (FA2 3.1); a new maximum only rescales it.
+  - A row's statistics live in registers for the whole loop; they leave as one number, LSE = max + log(sum).
+  - A warp owns whole rows, so maxima and sums need no shared memory, only the four lanes of a quad.
+unchanged
+  - base 2, one row maximum and one row sum per row.
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+from fa_common.tiles import as_rows_and_columns, quad_max, quad_sum, row_sum_of
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """The running statistics of this thread's rows."""
+
+    row_max: cute.Tensor  # (rows,) fp32, of the raw scores Q K^T
+    row_sum: cute.Tensor  # (rows,) fp32, this thread's columns only, until `finish`
+    scale_log2: Float32  # softmax_scale * log2(e)
+
+    @staticmethod
+    def start(num_rows: int, scale_log2: Float32) -> "OnlineSoftmax":
+        row_max = cute.make_rmem_tensor(num_rows, Float32)
+        row_sum = cute.make_rmem_tensor(num_rows, Float32)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        return OnlineSoftmax(row_max, row_sum, scale_log2)
+
+    @cute.jit
+    def step(self, acc_S: cute.Tensor, acc_O: cute.Tensor, masked: cutlass.Constexpr):
+        """Turns scores into P = exp(scale * (S - row_max)), in place, and rescales O to the new maximum."""
+        S, O = as_rows_and_columns(acc_S), as_rows_and_columns(acc_O)
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            scores = S[r, None].load()
+            row_max = quad_max(scores.reduce(cute.ReductionOp.MAX, self.row_max[r], 0))
+            shift = row_max * self.scale_log2
+            if const_expr(masked):
+                # A row that has seen no key yet: -inf minus -inf would be NaN.
+                shift = Float32(0.0) if row_max == -Float32.inf else shift
+            rescale = cute.math.exp2(self.row_max[r] * self.scale_log2 - shift, fastmath=True)
+            S[r, None].store(cute.math.exp2(scores * self.scale_log2 - shift, fastmath=True))
+            O[r, None].store(O[r, None].load() * rescale)
+            self.row_sum[r] = self.row_sum[r] * rescale + row_sum_of(S, r)
+            self.row_max[r] = row_max
+
+    @cute.jit
+    def finish(self, acc_O: cute.Tensor) -> cute.Tensor:
+        """Divides O by the row sums, in place; returns LSE, (rows,): natural log, -inf for a row without a key."""
+        O = as_rows_and_columns(acc_O)
+        lse = cute.make_rmem_tensor_like(self.row_max)
+        for r in cutlass.range_constexpr(cute.size(O, mode=[0])):
+            row_sum = quad_sum(self.row_sum[r])
+            no_key = row_sum == 0.0
+            inverse = Float32(0.0) if no_key else cute.arch.rcp_approx(row_sum)
+            O[r, None].store(O[r, None].load() * inverse)
+            log2_sum = cute.math.log2(row_sum, fastmath=True)
+            lse[r] = -Float32.inf if no_key else (self.row_max[r] * self.scale_log2 + log2_sum) * math.log(2.0)
+        return lse

@@ -1,0 +1,29 @@
+"""FlashAttention-3, for Hopper.
+
+Jay Shah, Ganesh Bikshandi, Ying Zhang, Vijay Thakkar, Pradeep Ramani, Tri Dao. "FlashAttention-3: Fast and Accurate
+Attention with Asynchrony and Low-precision". NeurIPS 2024. https://arxiv.org/abs/2407.08608
+
+changed since fa2
+  - The tensor memory accelerator (TMA) loads K and V into a ring of stages in shared memory.
+  - Warp specialisation: a producer issues the loads, consumer warpgroups compute, each with its own register budget
+    (section 3.1).
+  - The products are WGMMA, asynchronous and straight from shared memory.
+  - Ping-pong: one warpgroup's softmax runs under another's products (section 3.1).
+  - Inside a warpgroup, the softmax of a block runs under Q K^T of the next (section 3.2).
+
+unchanged
+  - The loop: queries outer and over the grid, O in registers and not normalised, only LSE saved, hidden blocks skipped.
+    fa2 to fa3 is purely the machine.
+
+config.py     what the kernels are built from, and what they can do
+algorithm.py  the loops, forward and backward, in plain PyTorch: start here
+softmax.py    the online softmax on register tiles
+sync.py       warp roles, named barriers, register budgets
+forward.py    the forward kernel; the backward has none yet
+interface.py  tensors in, tensors out
+"""
+
+from fa3.config import CAPABILITIES, Config
+from fa3.interface import backward, flash_attn_func, flash_attn_varlen_func, forward
+
+__all__ = ["CAPABILITIES", "Config", "backward", "flash_attn_func", "flash_attn_varlen_func", "forward"]

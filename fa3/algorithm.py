@@ -1,0 +1,140 @@
+"""FA3: the same loop, another machine (Shah et al. 2024, algorithms 2 and 3).
+
+changed since fa2
+  - S of the next block is issued before P V of the current one, so that softmax and a product run at once (3.2).
+  - The backward issues S and dP together; dV runs while dS is computed, and a warp of its own adds dQ (B.1).
+  - What plain PyTorch cannot show: TMA loads by a producer warp, WGMMA, two warpgroups that take turns (3.1).
+unchanged
+  - The loops, the recurrence, the bytes and the FLOPs: all of fa2's mathematics, in another order of issue.
+
+    products   S2     S1 O2  S0 O1  O0      Time to the right; key blocks 2, 1, 0. While softmax turns S1 into P1, the
+    softmax       P2     P1     P0          tensor cores still work on O2, the P V of block 2.
+
+Upper-case names are tiles on chip, in the accumulator's precision; lower-case names are tensors in HBM. D is delta.
+"""
+
+from itertools import product
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from fa_common.masks import BlockMask, Mask
+from fa_common.memory import Memory, accumulator_dtype, counted, rounded
+
+
+@counted
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    config,
+    memory: Memory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns out like q, and lse (batch, heads_q, seqlen_q).
+
+    q is (batch, seqlen_q, heads_q, head_dim), k and v are (batch, seqlen_k, heads_kv, head_dim); window is inclusive,
+    None for an unbounded side; config gives tile_m and tile_n; memory, if given, counts what the call costs.
+    """
+    (seqlen_q, heads_q), (seqlen_k, heads_kv) = q.shape[1:3], k.shape[1:3]
+    blocks = BlockMask(Mask(seqlen_q, seqlen_k, causal, window), config.tile_m, config.tile_n)
+    q = rearrange(q, "b m h d -> (b h) m d")
+    k, v = (repeat(x, "b n h d -> (b h g) n d", g=heads_q // heads_kv) for x in (k, v))
+    out, lse = torch.empty_like(q), q.new_empty((*q.shape[:2], 1), dtype=accumulator_dtype(q.dtype))
+
+    for m_block in range(blocks.num_m_blocks):
+        queries = blocks.queries(m_block)
+        Q = memory.read(q[:, queries])
+        O, row_sum = torch.zeros_like(Q), torch.zeros_like(Q[..., :1])
+        # Finite: while a row has seen no key, its P is exp(-inf - row_max) = 0 and not exp(-inf + inf) = NaN.
+        row_max = torch.full_like(row_sum, torch.finfo(Q.dtype).min)
+        P, V = Q[..., :0], Q[:, :0]  # no key yet: the first P V adds nothing
+        for n_block in reversed(blocks.n_blocks(m_block)):
+            keys = blocks.keys(n_block)
+            K = memory.read(k[:, keys])
+            S = softmax_scale * (Q @ K.mT)  # (batch * heads, queries, keys), issued first
+            O = torch.baddbmm(O, rounded(P, v.dtype), V)  # of the block before: issued behind S, runs under the softmax
+            V = memory.read(v[:, keys])
+            if softcap:
+                S = softcap * torch.tanh(S / softcap)
+            if not blocks.is_full(m_block, n_block):
+                S = S.masked_fill(~blocks.visible(m_block, n_block, S.device), -torch.inf)
+            row_max_new = torch.maximum(row_max, S.amax(-1, keepdim=True))
+            P = torch.exp(S - row_max_new)
+            rescale = torch.exp(row_max - row_max_new)
+            row_sum = rescale * row_sum + P.sum(-1, keepdim=True)
+            O = rescale * O  # only now: P V of the block before, under the old maximum, has arrived
+            row_max = row_max_new
+        O = torch.baddbmm(O, rounded(P, v.dtype), V)
+        # A row's maximum alone adds exp(0) = 1 to row_sum, so the clamp is only for rows that have no key: 0 / 1.
+        memory.write(out[:, queries], O / row_sum.clamp(min=1))
+        memory.write(lse[:, queries], row_max + torch.log(row_sum))
+    lse = rearrange(lse, "(b h) m 1 -> b h m", h=heads_q)
+    return rearrange(out, "(b h) m d -> b m h d", h=heads_q).contiguous(), lse
+
+
+@counted
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    config,
+    memory: Memory | None = None,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq, dk, dv like q, k, v; dout is the gradient of out and dlse, if given, that of lse."""
+    (seqlen_q, heads_q), (seqlen_k, heads_kv) = q.shape[1:3], k.shape[1:3]
+    blocks = BlockMask(Mask(seqlen_q, seqlen_k, causal, window), config.tile_m, config.tile_n)
+    group = heads_q // heads_kv
+    q, out, dout = (rearrange(x, "b m (h g) d -> (b h) g m d", g=group) for x in (q, out, dout))
+    k, v = (rearrange(x, "b n h d -> (b h) n d") for x in (k, v))
+    lse = rearrange(lse, "b (h g) m -> (b h) g m 1", g=group)
+    dlse = None if dlse is None else rearrange(dlse, "b (h g) m -> (b h) g m 1", g=group)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq_acc = torch.empty_like(q, dtype=accumulator_dtype(q.dtype))
+    delta = torch.empty_like(lse)
+
+    # Pre-pass over the rows: delta, and dQ cleared for the atomics.
+    D = (memory.read(dout) * memory.read(out)).sum(-1, keepdim=True)
+    memory.write(delta, D if dlse is None else D - memory.read(dlse))
+    memory.write(dq_acc, torch.zeros_like(dq_acc))
+    for n_block in range(blocks.num_n_blocks):
+        keys = blocks.keys(n_block)
+        K, V = memory.read(k[:, keys]), memory.read(v[:, keys])
+        dK, dV = torch.zeros_like(K), torch.zeros_like(V)
+        # The query heads that share K and V pass by one after another, so dK and dV stay on chip.
+        for head, m_block in product(range(group), blocks.m_blocks(n_block)):
+            queries = blocks.queries(m_block)
+            Q, dO, LSE, D = (memory.read(x[:, head, queries]) for x in (q, dout, lse, delta))
+            S = softmax_scale * (Q @ K.mT)  # (batch * heads_kv, queries, keys)
+            dP = dO @ V.mT  # issued right behind S: runs under the exponentials
+            if softcap:
+                S = softcap * torch.tanh(S / softcap)
+            P = torch.exp(S - LSE)
+            if not blocks.is_full(m_block, n_block):
+                P = P.masked_fill(~blocks.visible(m_block, n_block, P.device), 0)
+            dV = torch.baddbmm(dV, rounded(P, dout.dtype).mT, dO)  # runs under dS
+            dS = P * (dP - D)
+            if softcap:
+                dS = dS * (1 - (S / softcap) ** 2)
+            memory.atomic_add(dq_acc[:, head, queries], rounded(dS, k.dtype) @ K)  # a warp of its own adds dQ
+            dK = torch.baddbmm(dK, rounded(dS, q.dtype).mT, Q)
+        memory.write(dk[:, keys], softmax_scale * dK)
+        memory.write(dv[:, keys], dV)
+    memory.write(dq, softmax_scale * memory.read(dq_acc))  # Post-pass: dQ in the type of q.
+    dq = rearrange(dq, "(b h) g m d -> b m (h g) d", h=heads_kv)
+    dk, dv = (rearrange(x, "(b h) n d -> b n h d", h=heads_kv) for x in (dk, dv))
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
