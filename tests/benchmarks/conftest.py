@@ -1,0 +1,88 @@
+"""Measurements that nobody measured: rows, problems small enough for a CPU, and a timer that only pretends."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from benchmarks.peers import GEMM, Gemm
+from benchmarks.problems import problem_columns
+from benchmarks.rows import Row, source_sha
+from benchmarks.telemetry import Reading
+from fa import GENERATIONS
+from fa_common.problem import Problem
+
+FACTS = {"gpu": "NVIDIA H200", "torch": "2.11.0", "dsl": "4.8.1", "driver": "580.1"}
+
+
+class FakeTimer:
+    """Remembers who was launched, in order; `milliseconds` says how long each call takes."""
+
+    def __init__(self, milliseconds: Callable[[Callable], float] = lambda call: 1.0):
+        self.milliseconds = milliseconds
+        self.bursts: list[tuple[Callable, int]] = []
+
+    def settle(self, call: Callable, estimate_ms: float) -> Callable:
+        return call
+
+    def burst(self, call: Callable, launches: int) -> tuple[list[float], Reading]:
+        self.bursts.append((call, launches))
+        return [self.milliseconds(call)] * launches, Reading(1700.0, 600.0)
+
+
+class SmallGemm(Gemm):
+    SIZE = 16
+    FLOPS = 2 * SIZE**3
+
+
+@pytest.fixture
+def fake_timer() -> type[FakeTimer]:
+    return FakeTimer
+
+
+@pytest.fixture
+def small_gemm() -> Gemm:
+    return SmallGemm("cpu")
+
+
+@pytest.fixture
+def cpu_problem() -> Callable[..., Problem]:
+    """A problem that an algorithm solves at once."""
+
+    def make(seqlen: int = 64, causal: bool = False, **others) -> Problem:
+        shape = {"batch": 1, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": 1, "heads_kv": 1, "head_dim": 64}
+        return Problem(**shape, causal=causal, device="cpu", arch=None, **others)
+
+    return make
+
+
+@pytest.fixture
+def make_row() -> Callable[..., Row]:
+    """A row of suite `compare`, of the current sources, with whatever is given changed."""
+
+    def make(version: str = "fa3", problem: Problem | None = None, **changed) -> Row:
+        problem = problem or Problem(batch=1, seqlen_q=16384, seqlen_k=16384, heads_q=16, heads_kv=16, head_dim=128)
+        columns = problem_columns(problem) | FACTS
+        columns |= {"run": "20260101T000000Z-aaaaaa", "suite": "compare", "version": version, "pass_": "fwd"}
+        columns |= {"ms": 1.0, "ms_p20": 0.9, "ms_p80": 1.1, "tflops": 600.0, "pct_of_gemm": 75.0, "rel_err": 2e-3}
+        columns |= {"sm_clock_mhz": 1700.0, "power_w": 600.0, "time": "2026-01-01T00:00:00+00:00"}
+        columns["source_sha"] = source_sha(version) if version in GENERATIONS else None
+        return Row(**columns | changed)
+
+    return make
+
+
+@pytest.fixture
+def gemm_row(make_row: Callable[..., Row]) -> Row:
+    return make_row(GEMM, tflops=800.0, pct_of_gemm=100.0, head_dim=8192)
+
+
+@pytest.fixture
+def no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, wherever the test runs."""
+    monkeypatch.setattr("benchmarks.machine.why_no_hopper", lambda: "torch sees no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
