@@ -1,0 +1,120 @@
+"""Measure FlashAttention 1, 2 and 3 and their peers; keep the rows; make tables and pictures of them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import benchmarks.compare
+import benchmarks.doctor
+import benchmarks.gpu_tests
+import benchmarks.report
+import benchmarks.without_gpu
+from benchmarks import machine
+from benchmarks.peers import PEERS
+from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS, grid
+from benchmarks.rows import RESULTS
+from benchmarks.timing import Budget
+from fa import GENERATIONS
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+
+
+def console() -> Console:
+    """As wide as the terminal; wide enough for every table where the output goes to a file."""
+    out = Console()
+    return out if out.is_terminal else Console(width=160)
+
+
+def several(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of words separated by commas; an empty string is none of them."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(word.strip() for word in text.split(",") if word.strip())
+        if unknown := [word for word in words if word not in choices]:
+            raise typer.BadParameter(f"{', '.join(unknown)}: choose from {', '.join(choices)}")
+        return words
+
+    return parse
+
+
+def several_numbers(text: str) -> tuple[int, ...]:
+    """A parser of positive integers separated by commas."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise typer.BadParameter(f"positive integers separated by commas are needed, got {text!r}")
+    return tuple(map(int, words))
+
+
+# The whole sweep, as it would be typed.
+SWEEP = {
+    option: ",".join(map(str, values))
+    for option, values in {
+        "head-dim": HEAD_DIMS,
+        "mask": MASKS,
+        "seqlen": SEQLENS,
+        "dtype": DTYPES,
+        "versions": GENERATIONS,
+        "peers": PEERS,
+    }.items()
+}
+
+Results = Annotated[Path, typer.Option(help="Where rows are kept, as <gpu>/<suite>.jsonl.")]
+
+
+@app.command()
+def compare(
+    head_dim: Annotated[Any, typer.Option(parser=several_numbers, metavar="D,D")] = SWEEP["head-dim"],
+    mask: Annotated[Any, typer.Option(parser=several(MASKS), metavar="MASK,MASK")] = SWEEP["mask"],
+    seqlen: Annotated[Any, typer.Option(parser=several_numbers, metavar="N,N")] = SWEEP["seqlen"],
+    dtype: Annotated[Any, typer.Option(parser=several(("bfloat16", "float16")), metavar="T,T")] = SWEEP["dtype"],
+    versions: Annotated[Any, typer.Option(parser=several(GENERATIONS), metavar="V,V")] = SWEEP["versions"],
+    peers: Annotated[Any, typer.Option(parser=several(PEERS), metavar="P,P", help='"" for none.')] = SWEEP["peers"],
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the versions take turns.")] = Budget.rounds,
+    quick: Annotated[bool, typer.Option(help=f"Only sequence lengths {QUICK_SEQLENS}, in two rounds.")] = False,
+    results: Results = RESULTS,
+    picture: Annotated[Path, typer.Option(help="Where this run is drawn.")] = benchmarks.compare.PICTURE,
+) -> None:
+    """Compare the generations with each other and with their peers.
+
+    On a Hopper GPU it measures their speed and keeps the rows. Anywhere else it shows their errors, the bytes and FLOPs
+    they count, and what their kernels were compiled to.
+    """
+    out = console()
+    try:
+        problems = grid(head_dim, mask, QUICK_SEQLENS if quick else seqlen, dtype)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if reason := machine.why_no_hopper():
+        out.print(f"No speed is measured here: {reason}. What needs no GPU:")
+        raise typer.Exit(benchmarks.without_gpu.compare(problems, versions, out))
+    budget = Budget(rounds=2 if quick else repeats)
+    raise typer.Exit(benchmarks.compare.compare(problems, [*versions, *peers], budget, results, picture, out))
+
+
+@app.command()
+def doctor(results: Results = RESULTS) -> None:
+    """Say what this machine can run and why not; on a Hopper GPU, measure what a call costs the host."""
+    raise typer.Exit(benchmarks.doctor.examine(results, console()))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def gpu_tests(context: typer.Context, results: Results = RESULTS) -> None:
+    """Run `pytest -m gpu`, with any further arguments, and keep how it ended as a row."""
+    if reason := machine.why_no_hopper():
+        console().print(f"The GPU tests cannot run here: {reason}.")
+        raise typer.Exit(1)
+    raise typer.Exit(benchmarks.gpu_tests.run(context.args, results))
+
+
+@app.command()
+def report(results: Results = RESULTS) -> None:
+    """Generate the tables and pictures of README.md and docs/ from the rows."""
+    changed = benchmarks.report.regenerate(results=results)
+    console().print("\n".join(f"written: {path}" for path in changed) or "Everything is up to date.")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,120 @@
+"""The rows of one `compare` run side by side: a line a problem, a column a version, and the ratios that matter."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+
+import pandas as pd
+
+from benchmarks.peers import GEMM, PEERS, Gemm
+from benchmarks.problems import grid, name
+from benchmarks.rows import Row, source_sha
+from benchmarks.tables import Table
+from fa import GENERATIONS
+
+PROBLEM = ["dtype", "head_dim", "causal", "seqlen_q"]
+STALE = "†"
+NOTHING = "-"
+
+
+def frame(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows as a table, a column a field. A row without `rel_err` was never checked and does not count."""
+    return pd.DataFrame([asdict(row) for row in rows if row.rel_err is not None], columns=list(Row.__annotations__))
+
+
+def newest_run(measured: pd.DataFrame) -> pd.DataFrame | None:
+    """The newest complete run, or the newest one while none is complete; None while there is none."""
+    with_attention = measured[measured.run.isin(measured.run[measured.version != GEMM])]
+    runs = [run for _, run in with_attention.groupby("run", sort=True)]
+    return next((run for run in reversed(runs) if not missing(run)), runs[-1] if runs else None)
+
+
+def missing(run: pd.DataFrame) -> list[str]:
+    """What a complete run has and this one has not: each generation on each problem of the default sweep."""
+    measured = set(run[[*PROBLEM, "version"]].itertuples(index=False, name=None))
+    return [
+        f"{version} {name(problem)}"
+        for problem in grid()
+        for version in GENERATIONS
+        if (problem.dtype_name, problem.head_dim, problem.causal, problem.seqlen_q, version) not in measured
+    ]
+
+
+def side_by_side(run: pd.DataFrame, column: str = "tflops") -> pd.DataFrame:
+    """A column of the rows by problem (lines) and version (columns, generations first, oldest first)."""
+    attention = run[run.version != GEMM].drop_duplicates([*PROBLEM, "version"], keep="last")
+    wide = attention.pivot(index=PROBLEM, columns="version", values=column)
+    return wide[[version for version in (*GENERATIONS, *PEERS) if version in wide]]
+
+
+def gemm_rate(run: pd.DataFrame) -> float | None:
+    """The run's matrix-product rate in TFLOP/s, its ceiling; None when it was not measured."""
+    measured = run.tflops[run.version == GEMM]
+    return measured.median() if len(measured) else None
+
+
+def stale_versions(run: pd.DataFrame) -> set[str]:
+    """The generations whose rows were measured on other code than this checkout's."""
+    ours = run[run.version.isin(GENERATIONS)]
+    return {version for version, sha in zip(ours.version, ours.source_sha, strict=True) if sha != source_sha(version)}
+
+
+def table(run: pd.DataFrame) -> Table:
+    """Every problem of a run: rates, ratios to the predecessor and to the best peer, share of the GEMM."""
+    wide = side_by_side(run)
+    ours, peers = _split(wide)
+    columns = {version: (wide[version], ".0f") for version in (*ours, *peers)}
+    for old, new in pairwise(GENERATIONS):
+        if old in wide and new in wide:
+            columns[f"{new} / {old}"] = wide[new] / wide[old], ".2f"
+    for newest in ours[-1:]:
+        if peers:
+            columns[f"{newest} / best peer"] = wide[newest] / wide[peers].max(axis=1), ".2f"
+        columns[f"{newest} % of GEMM"] = side_by_side(run, "pct_of_gemm")[newest], ".0f"
+
+    stale = stale_versions(run)
+    marked = [column + (STALE if column in stale else "") for column in columns]
+    result = Table("Forward, TFLOP/s", ["dtype", "d", "mask", "seqlen", *marked], labels=4, notes=_notes(run))
+    for problem in wide.index:
+        dtype, head_dim, causal, seqlen = problem
+        numbers = [_number(values[problem], form) for values, form in columns.values()]
+        result.add(dtype, str(head_dim), _mask(causal), str(seqlen), *numbers)
+    return result
+
+
+def summary(run: pd.DataFrame) -> Table:
+    """The longest sequences of a run: the generations and the best peer."""
+    longest = side_by_side(run).index.get_level_values("seqlen_q").max()
+    wide = side_by_side(run).xs(longest, level="seqlen_q")
+    ours, peers = _split(wide)
+    stale = stale_versions(run)
+    marked = [version + (STALE if version in stale else "") for version in ours]
+    title = f"Forward, TFLOP/s, {longest} tokens a sequence"
+    result = Table(title, ["dtype", "d", "mask", *marked, "best peer"], labels=3, notes=_notes(run))
+    for (dtype, head_dim, causal), line in wide.iterrows():
+        measured = line[peers].dropna()
+        best = f"{measured.max():.0f} ({measured.idxmax()})" if len(measured) else NOTHING
+        result.add(dtype, str(head_dim), _mask(causal), *(_number(line[version], ".0f") for version in ours), best)
+    return result
+
+
+def _split(wide: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """The columns that are generations, and those that are peers."""
+    return [version for version in wide if version in GENERATIONS], [version for version in wide if version in PEERS]
+
+
+def _notes(run: pd.DataFrame) -> list[str]:
+    notes = []
+    if (gemm := gemm_rate(run)) is not None:
+        notes.append(f"A bf16 GEMM of {Gemm.SIZE}^3, timed in turn with every line: {gemm:.0f} TFLOP/s.")
+    if stale_versions(run):
+        notes.append(f"{STALE} measured on other code than this checkout's.")
+    return notes
+
+
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "full"
+
+
+def _number(value: float, form: str) -> str:
+    return NOTHING if pd.isna(value) else format(value, form)

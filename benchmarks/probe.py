@@ -1,0 +1,155 @@
+"""Run every kernel once in a process of its own, before the sweep trusts it.
+
+A kernel that hangs cannot be interrupted, and one that faults takes its process's CUDA context with it. Here it costs a
+worker process, `python -m benchmarks.probe VERSION`, and that version's own rows.
+"""
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from benchmarks.contenders import Ours
+from benchmarks.problems import name, random_tensors
+from benchmarks.rows import ROOT
+from fa_common.compile import precompile
+from fa_common.problem import Problem
+
+TIMEOUT_S = 30.0  # for one problem, loading its kernel included
+STARTUP_S = 180.0  # until a worker has torch, CUDA and the package
+
+
+def unfit(ours: Sequence[Ours], problems: Sequence[Problem]) -> dict[tuple[str, Problem], str]:
+    """Compiles every kernel and runs each once, all outside this process: (version, problem) that cannot run, and why.
+
+    What a generation does not claim to run is not tried.
+    """
+    possible = {one.name: [problem for problem in problems if not one.why_not(problem)] for one in ours}
+    kernels = {(one.name, problem): one.kernel(problem) for one in ours for problem in possible[one.name]}
+    uncompiled = precompile(kernels.values())
+    found = {
+        job: f"does not compile: {str(uncompiled[key]).splitlines()[-1]}"
+        for job, (key, _) in kernels.items()
+        if key in uncompiled
+    }
+
+    def run_once(version: str) -> dict[Problem, str]:
+        return failures(version, [problem for problem in possible[version] if (version, problem) not in found])
+
+    with ThreadPoolExecutor(max(1, len(possible))) as pool:
+        for version, failed in zip(possible, pool.map(run_once, possible), strict=True):
+            found |= {(version, problem): reason for problem, reason in failed.items()}
+    return found
+
+
+def failures(
+    version: str,
+    problems: Sequence[Problem],
+    command: Sequence[str] | None = None,
+    timeout: float = TIMEOUT_S,
+    startup: float = STARTUP_S,
+) -> dict[Problem, str]:
+    """The problems that `version` cannot run, each with the reason; a hang lasts `timeout` seconds and no longer.
+
+    Short sequences come first. A problem that fails takes with it the longer ones of its dtype, head_dim and mask: they
+    run the same code, and each further hang would cost as much again.
+    """
+    command = command or (sys.executable, "-m", "benchmarks.probe", version)
+    todo, failed = sorted(problems, key=lambda problem: problem.seqlen_q), {}
+    while todo:
+        worker = _Worker.start(command, todo)
+        try:
+            if reason := worker.answer(startup):
+                return failed | dict.fromkeys(todo, f"its probe did not start: {reason}")
+            culprit = None
+            for problem in todo:
+                if reason := worker.answer(timeout):
+                    culprit = problem
+                    break
+        finally:
+            worker.stop()
+        if culprit is None:
+            return failed
+        rest = todo[todo.index(culprit) :]
+        failed |= {other: f"{reason} (at {name(culprit)})" for other in rest if _code(other) == _code(culprit)}
+        todo = [other for other in rest if other not in failed]
+    return failed
+
+
+def work(version: str, requests: IO[bytes], answers: IO[str]) -> None:
+    """The worker: an empty line once it is ready, then one a problem; a line with text is a failure and its last."""
+    problems = pickle.load(requests)
+    ours = Ours(version)
+    ours.prepare(problems[0], *random_tensors(problems[0]))  # imports the package and starts CUDA
+    print(file=answers, flush=True)
+    for problem in problems:
+        try:
+            out = ours.prepare(problem, *random_tensors(problem))()
+            out[-1, -1, -1, -1].item()  # waits for the kernel, and raises what it raised
+        except Exception as error:
+            print(" ".join(f"{type(error).__name__}: {error}".split()), file=answers, flush=True)
+            return
+        print(file=answers, flush=True)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A running worker and the lines it answers."""
+
+    process: subprocess.Popen
+    lines: queue.Queue  # a str each, None once the worker is gone
+    stderr: IO[bytes]
+
+    @classmethod
+    def start(cls, command: Sequence[str], problems: Sequence[Problem]) -> "_Worker":
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by `stop`
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT)
+        with suppress(BrokenPipeError), process.stdin:  # a worker that is gone already is missed at its first answer
+            pickle.dump(problems, process.stdin)
+        lines = queue.Queue()
+
+        def pump() -> None:
+            for line in process.stdout:
+                lines.put(line.decode(errors="replace").strip())
+            lines.put(None)
+
+        threading.Thread(target=pump, daemon=True).start()
+        return cls(process, lines, stderr)
+
+    def answer(self, timeout: float) -> str:
+        """The next line: empty for success, else the reason of the failure."""
+        try:
+            line = self.lines.get(timeout=timeout)
+        except queue.Empty:
+            return f"no answer within {timeout:.0f} s"
+        return self._last_words() if line is None else line
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.stderr.close()
+
+    def _last_words(self) -> str:
+        status = self.process.wait()
+        self.stderr.seek(0)
+        lines = self.stderr.read().decode(errors="replace").strip().splitlines()
+        return f"its process ended with status {status}" + (f": {lines[-1]}" if lines else "")
+
+
+def _code(problem: Problem) -> tuple:
+    return problem.dtype, problem.head_dim, problem.causal
+
+
+if __name__ == "__main__":
+    # The answers keep the pipe to themselves: whatever else writes to stdout, the compiler's C++ too, goes to stderr.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as pipe:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        work(sys.argv[1], sys.stdin.buffer, pipe)

@@ -1,0 +1,128 @@
+"""Tables and pictures in README.md and docs/, generated from the committed rows and from nothing else.
+
+A document marks its places, `<!-- generated: NAME -->` to `<!-- end -->`; the block of that name replaces what stands
+between them. Generating twice changes nothing.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks import comparison, plot
+from benchmarks.doctor import host_table
+from benchmarks.rows import RESULTS, ROOT, Row, TestsRow, read, source_sha
+from benchmarks.tables import Table
+
+DOCS = ROOT / "docs"
+DOCUMENTS = (ROOT / "README.md", DOCS / "results.md")
+
+_PLACE = re.compile(r"(?P<begin><!-- generated: (?P<block>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+
+
+def regenerate(documents: Sequence[Path] = DOCUMENTS, results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
+    """Fills every marked place and draws every picture; returns the files whose content changed.
+
+    Raises ValueError for a place whose block does not exist, or that has no end.
+    """
+    gpus = sorted(path for path in results.glob("*") if path.is_dir())
+    pictures, changed = {}, []
+    for gpu in gpus:
+        run = _newest_comparison(gpu)
+        if run is None:
+            continue
+        pictures[gpu] = docs / f"compare-{gpu.name}.svg"
+        before = pictures[gpu].read_bytes() if pictures[gpu].exists() else None
+        plot.draw(run, pictures[gpu])
+        if pictures[gpu].read_bytes() != before:
+            changed.append(pictures[gpu])
+    for document in documents:
+        text = document.read_text(encoding="utf-8")
+        links = {gpu: os.path.relpath(picture, document.parent) for gpu, picture in pictures.items()}
+        filled = _fill(document, text, {gpu: links.get(gpu) for gpu in gpus})
+        if filled != text:
+            document.write_text(filled, encoding="utf-8")
+            changed.append(document)
+    return changed
+
+
+def _fill(document: Path, text: str, gpus: Mapping[Path, str | None]) -> str:
+    """The document's text with every block in its place; `gpus` gives each directory of rows its picture's link."""
+
+    def block(place: re.Match) -> str:
+        if place["block"] not in BLOCKS:
+            raise ValueError(f"{document}: a block must be one of {', '.join(BLOCKS)}; got {place['block']}")
+        command, make = BLOCKS[place["block"]]
+        parts = [part for gpu, picture in gpus.items() if (part := make(gpu, picture))]
+        nothing = f"*Nothing measured yet: `python -m benchmarks {command}`, on a Hopper GPU, adds the rows.*"
+        return place["begin"] + ("\n\n".join(parts) or nothing) + "\n" + place["end"]
+
+    filled, places = _PLACE.subn(block, text)
+    if places != text.count("<!-- generated:"):
+        raise ValueError(f"{document}: each `<!-- generated: NAME -->` needs a line of its own and an `<!-- end -->`")
+    return filled
+
+
+def _newest_comparison(gpu: Path) -> pd.DataFrame | None:
+    return comparison.newest_run(comparison.frame(list(read(gpu / "compare.jsonl"))))
+
+
+def _compare_summary(gpu: Path, picture: str | None) -> str | None:
+    """The longest sequences, and the picture."""
+    run = _newest_comparison(gpu)
+    return None if run is None else _with_facts(run, comparison.summary(run), picture)
+
+
+def _compare(gpu: Path, picture: str | None) -> str | None:
+    """Every problem, and the picture."""
+    run = _newest_comparison(gpu)
+    if run is None:
+        return None
+    table = comparison.table(run)
+    if lacking := comparison.missing(run):
+        table.notes.append(f"An incomplete run: it lacks {len(lacking)} measurements of a full one.")
+    return _with_facts(run, table, picture)
+
+
+def _host(gpu: Path, picture: str | None) -> str | None:
+    """What a call costs the host."""
+    measured = list(read(gpu / "host.jsonl"))
+    if not measured:
+        return None
+    newest = [row for row in measured if row.run == max(row.run for row in measured)]
+    return _with_facts(comparison.frame(newest), host_table(newest))
+
+
+def _tests(gpu: Path, picture: str | None) -> str | None:
+    """The newest run of the GPU tests."""
+    runs: list[TestsRow] = list(read(gpu / "tests.jsonl"))
+    if not runs:
+        return None
+    last = max(runs, key=lambda row: row.run)
+    changed = [version for version, sha in last.source_sha.items() if sha != source_sha(version)]
+    since = f" Since then {', '.join(changed)} changed." if changed else ""
+    return (
+        f"{last.gpu}, {last.time}: {last.passed} passed, {last.failed} failed, {last.skipped} skipped "
+        f"in {last.seconds:.0f} s.{since}"
+    )
+
+
+def _with_facts(run: pd.DataFrame, table: Table, picture: str | None = None) -> str:
+    """A table under its title, where and when it was measured, and the picture's link."""
+    row = Row(**run.iloc[-1])
+    clocks = run.sm_clock_mhz.dropna()
+    clock = f", SM clock {clocks.min():.0f} to {clocks.max():.0f} MHz" if len(clocks) else ""
+    place = f"{row.gpu}, driver {row.driver}, torch {row.torch}, CuTe DSL {row.dsl}{clock}"
+    parts = [f"{table.title}. {place}; run {row.run}, {row.time[:10]}.", table.to_markdown()]
+    return "\n\n".join([*parts, f"![rate over sequence length]({picture})"] if picture else parts)
+
+
+# What a document may ask for: the command that adds the rows, and the block of one GPU.
+BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
+    "compare-summary": ("compare", _compare_summary),
+    "compare": ("compare", _compare),
+    "host": ("doctor", _host),
+    "tests": ("gpu-tests", _tests),
+}

@@ -1,0 +1,170 @@
+"""How long a call takes: device time from CUDA events, versions in turns; host time from the host's clock.
+
+Every timed launch finds a cold L2 cache, as a model's next layer would. The versions of one problem take turns, a
+few launches each, over several rounds: a GPU's clock and power drift by more than the versions differ, so each must see
+the same drift. The order rotates, so that nobody always follows the hottest.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Protocol
+
+import torch
+
+from benchmarks.telemetry import Reading, Telemetry
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long one version may take on one problem."""
+
+    rounds: int = 5
+    warmup_ms: float = 25.0
+    round_ms: float = 40.0  # device time of one turn; a version slower than this gets one launch a turn
+    max_launches: int = 20  # of one turn
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The spread of a call's times in ms, and the median clock and power while it ran."""
+
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    sm_clock_mhz: float | None = None
+    power_w: float | None = None
+
+
+class Timer(Protocol):
+    """What `in_turns` needs from a device."""
+
+    def settle(self, call: Call, estimate_ms: float) -> Call:
+        """The form of `call` whose device time is least disturbed by the host."""
+
+    def burst(self, call: Call, launches: int) -> tuple[list[float], Reading]:
+        """Device time in ms of each of `launches` launches, and a reading taken while they ran."""
+
+
+class DeviceTimer:
+    """Times launches on the current CUDA device."""
+
+    # Below this the host may be slower than the GPU, so the launch is captured once and replayed as a CUDA graph. Above
+    # it, a launch is queued long before the GPU comes to it.
+    HOST_BOUND_MS = 1.0
+
+    def __init__(self, telemetry: Telemetry):
+        self._telemetry = telemetry
+        # Writing four times the L2 evicts whatever the last launch left there.
+        l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda").zero_
+
+    def settle(self, call: Call, estimate_ms: float) -> Call:
+        """`call` replayed from a CUDA graph when it is short and can be captured, else `call` itself."""
+        if estimate_ms >= self.HOST_BOUND_MS:
+            return call
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The outer context restores the stream even where the capture fails, which the inner one does not.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                call()
+        except RuntimeError:  # some libraries synchronise or allocate by themselves; they are timed as they are
+            torch.cuda.synchronize()
+            return call
+        return graph.replay
+
+    def burst(self, call: Call, launches: int) -> tuple[list[float], Reading]:
+        """Times `launches` launches after one that is not timed.
+
+        The untimed one warms the instruction cache and keeps the GPU busy while the host queues the rest.
+        """
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(launches)]
+        self._flush()
+        call()
+        for start, end in events:
+            self._flush()
+            start.record()
+            call()
+            end.record()
+        reading = self._telemetry.read()  # the queue is still full here
+        events[-1][1].synchronize()
+        return [start.elapsed_time(end) for start, end in events], reading
+
+
+@dataclass
+class _Turns:
+    """One version's share of the rounds."""
+
+    call: Call
+    launches: int
+    times: list[float] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+
+
+def in_turns(timer: Timer, calls: Mapping[str, Call], budget: Budget = Budget()) -> dict[str, Timing]:
+    """Times every call on the same device, interleaved over `budget.rounds` rounds."""
+    turns = {name: _warmed_up(timer, call, budget) for name, call in calls.items()}
+    names = list(turns)
+    for first in range(budget.rounds):
+        for name in (names[(first + i) % len(names)] for i in range(len(names))):
+            turn = turns[name]
+            times, reading = timer.burst(turn.call, turn.launches)
+            turn.times += times
+            turn.readings.append(reading)
+    return {name: summary(turn.times, turn.readings) for name, turn in turns.items()}
+
+
+def _warmed_up(timer: Timer, call: Call, budget: Budget) -> _Turns:
+    """Runs `call` until the warm-up time is spent, and sizes its turns from how long it took."""
+    [estimate], _ = timer.burst(call, 1)
+    call = timer.settle(call, estimate)
+    spent, launches = estimate, 1
+    while spent < budget.warmup_ms:
+        times, _ = timer.burst(call, launches)
+        estimate = median(times)
+        spent += sum(times)
+        launches = min(2 * launches, budget.max_launches)
+    return _Turns(call, launches=max(1, min(budget.max_launches, int(budget.round_ms / estimate))))
+
+
+def summary(times: Sequence[float], readings: Sequence[Reading] = ()) -> Timing:
+    """Median and 20th and 80th percentile of `times`, medians of what the readings hold."""
+    p20, *_, p80 = quantiles(times, n=5, method="inclusive") if len(times) > 1 else (times[0], times[0])
+    clocks = [reading.sm_clock_mhz for reading in readings if reading.sm_clock_mhz is not None]
+    powers = [reading.power_w for reading in readings if reading.power_w is not None]
+    return Timing(
+        ms=median(times),
+        ms_p20=p20,
+        ms_p80=p80,
+        sm_clock_mhz=median(clocks) if clocks else None,
+        power_w=median(powers) if powers else None,
+    )
+
+
+def host_time(call: Call, synchronize: Call, calls: int = 4000, warmup: int = 200, queue: int = 64) -> Timing:
+    """The host's time for one call, the work it launches not waited for.
+
+    The device is drained every `queue` calls, outside what is timed: a full launch queue would make the host wait.
+    """
+    for _ in range(warmup):
+        call()
+    synchronize()
+    times = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for i in range(calls):
+            start = time.perf_counter_ns()
+            call()
+            times.append((time.perf_counter_ns() - start) / 1e6)
+            if i % queue == queue - 1:
+                synchronize()
+    finally:
+        if collecting:
+            gc.enable()
+    synchronize()
+    return summary(times)
