@@ -68,12 +68,15 @@ class DeviceTimer:
         if estimate_ms >= self.HOST_BOUND_MS:
             return call
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_state = generator.clone_state()
         try:
             # The outer context restores the stream even where the capture fails, which the inner one does not.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 call()
         except RuntimeError:  # some libraries synchronise or allocate by themselves; they are timed as they are
             torch.cuda.synchronize()
+            generator.graphsafe_set_state(random_state)  # its own still takes part in the broken capture
             return call
         return graph.replay
 

@@ -24,5 +24,8 @@ interface.py  tensors in, tensors out
 
 from fa1.config import CAPABILITIES, Config
 from fa1.interface import backward, flash_attn_func, flash_attn_varlen_func, forward
+from fa_common.package import keep_functions
 
 __all__ = ["CAPABILITIES", "Config", "backward", "flash_attn_func", "flash_attn_varlen_func", "forward"]
+
+keep_functions(__name__)

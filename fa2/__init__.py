@@ -25,5 +25,8 @@ interface.py  tensors in, tensors out
 
 from fa2.config import CAPABILITIES, Config
 from fa2.interface import backward, flash_attn_func, flash_attn_varlen_func, forward
+from fa_common.package import keep_functions
 
 __all__ = ["CAPABILITIES", "Config", "backward", "flash_attn_func", "flash_attn_varlen_func", "forward"]
+
+keep_functions(__name__)

@@ -9,7 +9,7 @@ changed since fa2
     (section 3.1).
   - The products are WGMMA, asynchronous and straight from shared memory.
   - Ping-pong: one warpgroup's softmax runs under another's products (section 3.1).
-  - Inside a warpgroup, the softmax of a block runs under Q K^T of the next (section 3.2).
+  - Inside a warpgroup, the softmax of a block runs under P V of the block before (section 3.2).
 
 unchanged
   - The loop: queries outer and over the grid, O in registers and not normalised, only LSE saved, hidden blocks skipped.
@@ -25,5 +25,8 @@ interface.py  tensors in, tensors out
 
 from fa3.config import CAPABILITIES, Config
 from fa3.interface import backward, flash_attn_func, flash_attn_varlen_func, forward
+from fa_common.package import keep_functions
 
 __all__ = ["CAPABILITIES", "Config", "backward", "flash_attn_func", "flash_attn_varlen_func", "forward"]
+
+keep_functions(__name__)

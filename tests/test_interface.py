@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -60,3 +61,11 @@ def test_the_package_exports_its_interface(version):
     assert package.CAPABILITIES is module.GENERATION.capabilities
     assert module.GENERATION.name == version
     assert package.__doc__.splitlines()[0] == f"FlashAttention-{version[-1]}, for Hopper."
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_kernel_module_does_not_replace_the_function_of_its_name(version):
+    package = import_module(version)
+    module = import_module(f"{version}.forward")
+    assert isinstance(module, ModuleType)
+    assert package.forward is interface(version).forward
