@@ -1,12 +1,13 @@
 """Measure FlashAttention 1, 2 and 3 and their peers; keep the rows; make tables and pictures of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+import benchmarks.ablate
 import benchmarks.compare
 import benchmarks.doctor
 import benchmarks.gpu_tests
@@ -18,6 +19,8 @@ from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS
 from benchmarks.rows import RESULTS
 from benchmarks.timing import Budget
 from fa import GENERATIONS
+from fa_common.problem import Problem
+from fa_common.switches import switches
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
@@ -48,34 +51,57 @@ def several_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-# The whole sweep, as it would be typed.
-SWEEP = {
-    option: ",".join(map(str, values))
-    for option, values in {
-        "head-dim": HEAD_DIMS,
-        "mask": MASKS,
-        "seqlen": SEQLENS,
-        "dtype": DTYPES,
-        "versions": GENERATIONS,
-        "peers": PEERS,
-    }.items()
-}
+def one_with_switches(text: str) -> str:
+    """A parser of a generation whose ideas can be turned off."""
+    choices = [version for version, generation in GENERATIONS.items() if switches(generation.config_type)]
+    if text not in choices:
+        what = f"{text} has no switches" if text in GENERATIONS else text
+        raise typer.BadParameter(f"{what}: choose from {', '.join(choices)}")
+    return text
 
+
+def problems_of(*arguments: Any, **shape: int) -> list[Problem]:
+    """`grid`, or the option's error where there are no such problems."""
+    try:
+        return grid(*arguments, **shape)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def typed(**options: Iterable) -> dict[str, str]:
+    """Several values of each option, as they would be typed."""
+    return {option: ",".join(map(str, values)) for option, values in options.items()}
+
+
+SWEEP = typed(head_dim=HEAD_DIMS, mask=MASKS, seqlen=SEQLENS, dtype=DTYPES, versions=GENERATIONS, peers=PEERS)
+ABLATION = typed(
+    head_dim=benchmarks.ablate.HEAD_DIMS, mask=benchmarks.ablate.MASKS, seqlen=benchmarks.ablate.SEQLENS, dtype=DTYPES
+)
+
+
+HeadDims = Annotated[Any, typer.Option(parser=several_numbers, metavar="D,D")]
+Masks = Annotated[Any, typer.Option(parser=several(MASKS), metavar="MASK,MASK")]
+Seqlens = Annotated[Any, typer.Option(parser=several_numbers, metavar="N,N")]
+Dtypes = Annotated[Any, typer.Option(parser=several(("bfloat16", "float16")), metavar="T,T")]
+Versions = Annotated[Any, typer.Option(parser=several(GENERATIONS), metavar="V,V")]
+Peers = Annotated[Any, typer.Option(parser=several(PEERS), metavar="P,P", help='"" for none.')]
+Switched = Annotated[Any, typer.Option(parser=one_with_switches, metavar="V", help="A generation with switches.")]
 Results = Annotated[Path, typer.Option(help="Where rows are kept, as <gpu>/<suite>.jsonl.")]
+Picture = Annotated[Path, typer.Option(help="Where this run is drawn.")]
 
 
 @app.command()
 def compare(
-    head_dim: Annotated[Any, typer.Option(parser=several_numbers, metavar="D,D")] = SWEEP["head-dim"],
-    mask: Annotated[Any, typer.Option(parser=several(MASKS), metavar="MASK,MASK")] = SWEEP["mask"],
-    seqlen: Annotated[Any, typer.Option(parser=several_numbers, metavar="N,N")] = SWEEP["seqlen"],
-    dtype: Annotated[Any, typer.Option(parser=several(("bfloat16", "float16")), metavar="T,T")] = SWEEP["dtype"],
-    versions: Annotated[Any, typer.Option(parser=several(GENERATIONS), metavar="V,V")] = SWEEP["versions"],
-    peers: Annotated[Any, typer.Option(parser=several(PEERS), metavar="P,P", help='"" for none.')] = SWEEP["peers"],
+    head_dim: HeadDims = SWEEP["head_dim"],
+    mask: Masks = SWEEP["mask"],
+    seqlen: Seqlens = SWEEP["seqlen"],
+    dtype: Dtypes = SWEEP["dtype"],
+    versions: Versions = SWEEP["versions"],
+    peers: Peers = SWEEP["peers"],
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the versions take turns.")] = Budget.rounds,
     quick: Annotated[bool, typer.Option(help=f"Only sequence lengths {QUICK_SEQLENS}, in two rounds.")] = False,
     results: Results = RESULTS,
-    picture: Annotated[Path, typer.Option(help="Where this run is drawn.")] = benchmarks.compare.PICTURE,
+    picture: Picture = benchmarks.compare.PICTURE,
 ) -> None:
     """Compare the generations with each other and with their peers.
 
@@ -83,15 +109,38 @@ def compare(
     they count, and what their kernels were compiled to.
     """
     out = console()
-    try:
-        problems = grid(head_dim, mask, QUICK_SEQLENS if quick else seqlen, dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    problems = problems_of(head_dim, mask, QUICK_SEQLENS if quick else seqlen, dtype)
     if reason := machine.why_no_hopper():
         out.print(f"No speed is measured here: {reason}. What needs no GPU:")
         raise typer.Exit(benchmarks.without_gpu.compare(problems, versions, out))
     budget = Budget(rounds=2 if quick else repeats)
     raise typer.Exit(benchmarks.compare.compare(problems, [*versions, *peers], budget, results, picture, out))
+
+
+@app.command()
+def ablate(
+    version: Switched = benchmarks.ablate.VERSION,
+    head_dim: HeadDims = ABLATION["head_dim"],
+    mask: Masks = ABLATION["mask"],
+    seqlen: Seqlens = ABLATION["seqlen"],
+    batch: Annotated[int, typer.Option(min=1)] = benchmarks.ablate.BATCH,
+    heads: Annotated[int, typer.Option(min=1)] = benchmarks.ablate.HEADS,
+    dtype: Dtypes = ABLATION["dtype"],
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which they take turns.")] = benchmarks.ablate.ROUNDS,
+    results: Results = RESULTS,
+    picture: Picture = benchmarks.ablate.PICTURE,
+) -> None:
+    """Turn one generation's ideas on one after another, and each off alone; the FA3 paper's own ablation by default.
+
+    On a Hopper GPU it measures what each is worth and keeps the rows. Anywhere else it shows what each of the
+    configurations was compiled to.
+    """
+    out = console()
+    problems = problems_of(head_dim, mask, seqlen, dtype, batch=batch, heads=heads)
+    if reason := machine.why_no_hopper():
+        out.print(f"No speed is measured here: {reason}. What needs no GPU:")
+        raise typer.Exit(benchmarks.ablate.compile_only(version, problems, out))
+    raise typer.Exit(benchmarks.ablate.ablate(version, problems, Budget(rounds=repeats), results, picture, out))
 
 
 @app.command()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas as pd
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,6 +16,7 @@ from benchmarks.correctness import limit, relative_error
 from benchmarks.peers import GEMM, PEERS, Gemm
 from benchmarks.problems import name, problem_columns, random_tensors
 from benchmarks.rows import Row
+from benchmarks.tables import Table
 from benchmarks.telemetry import Telemetry
 from benchmarks.timing import Budget, DeviceTimer, Timer, Timing, in_turns
 from fa import GENERATIONS
@@ -40,6 +42,7 @@ class Sweep:
         results: Path,
         facts: Mapping[str, str | None],
         unfit: Mapping[tuple[str, Problem], str],
+        suite: str = SUITE,
     ):
         self.contenders = contenders
         self.gemm = gemm
@@ -49,11 +52,12 @@ class Sweep:
         self.results = results
         self.facts = facts
         self.unfit = unfit
+        self.suite = suite
         self.run = rows.new_run()
         self.num_problems = 0
         self.rows: list[Row] = []
-        self.skipped: dict[tuple[str, str], list[Problem]] = {}  # (version, reason): where
-        self.failed: set[str] = set()  # versions that were wrong or broke, rather than lack something
+        self.skipped: dict[tuple[str, str], list[Problem]] = {}  # (contender, reason): where
+        self.failed: set[str] = set()  # contenders that were wrong or broke, rather than lack something
 
     @torch.no_grad()
     def measure(self, problem: Problem) -> list[Row]:
@@ -74,7 +78,7 @@ class Sweep:
         measured = [self._row(self.gemm.columns(), self.gemm.FLOPS, timings[GEMM], errors[GEMM], gemm_tflops)]
         for contender in self.contenders:
             if contender.name in calls:
-                columns = problem_columns(problem) | contender.columns(problem) | {"version": contender.name}
+                columns = problem_columns(problem) | {"version": contender.name} | contender.columns(problem)
                 timing, error = timings[contender.name], errors[contender.name]
                 measured.append(self._row(columns, problem.flops("fwd"), timing, error, gemm_tflops))
         for row in measured:
@@ -114,7 +118,7 @@ class Sweep:
         tflops = flops / timing.ms / 1e9
         return Row(
             run=self.run,
-            suite=SUITE,
+            suite=self.suite,
             pass_="fwd",
             tflops=tflops,
             pct_of_gemm=100 * tflops / gemm_tflops,
@@ -146,28 +150,50 @@ def compare(
 ) -> int:
     """Sweeps the current GPU and shows the run; the exit status is 1 if one of ours failed, 130 if interrupted."""
     ours = [Ours(version) for version in versions if version in GENERATIONS]
+    peers = [PEERS[version] for version in versions if version in PEERS]
+    sweep = prepare([*ours, *peers], problems, budget, results, console)
+    status = run(sweep, problems, console)
+    show(sweep, picture, console)
+    return status or int(bool(sweep.failed & set(GENERATIONS)))
+
+
+def prepare(
+    contenders: Sequence[Contender],
+    problems: Sequence[Problem],
+    budget: Budget,
+    results: Path,
+    console: Console,
+    suite: str = SUITE,
+) -> Sweep:
+    """A sweep of the current GPU; every kernel of ours is compiled and has run once, or is known to be unfit."""
     telemetry = Telemetry()
     facts = machine.facts()
     console.print(f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, CuTe DSL {facts['dsl']}")
     if telemetry.why_not:
         console.print(f"Clock and power are not recorded: {telemetry.why_not}")
     console.print("Compiling the kernels, and running each once in a process of its own ...")
-    sweep = Sweep(
-        contenders=[*ours, *(PEERS[version] for version in versions if version in PEERS)],
+    return Sweep(
+        contenders=contenders,
         gemm=Gemm(),
         timer=DeviceTimer(telemetry),
         budget=budget,
         results=results,
         facts=facts,
-        unfit=probe.unfit(ours, problems),
+        unfit=probe.unfit([one for one in contenders if isinstance(one, Ours)], problems),
+        suite=suite,
     )
-    status = run(sweep, problems, console)
-    show(sweep, picture, console)
-    return status or int(bool(sweep.failed & set(GENERATIONS)))
 
 
-def run(sweep: Sweep, problems: Sequence[Problem], console: Console) -> int:
-    """Measures every problem, a line each as it is done; 130 when interrupted, 1 when the GPU is lost, else 0."""
+def run(
+    sweep: Sweep,
+    problems: Sequence[Problem],
+    console: Console,
+    who: Callable[[Row], str] = lambda row: row.version,
+) -> int:
+    """Measures every problem, a line each as it is done; 130 when interrupted, 1 when the GPU is lost, else 0.
+
+    `who` names a row in its problem's line.
+    """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(problems))
@@ -181,22 +207,29 @@ def run(sweep: Sweep, problems: Sequence[Problem], console: Console) -> int:
             except torch.AcceleratorError as error:
                 console.print(f"The GPU is lost at {name(problem)}: {str(error).splitlines()[0]}")
                 return 1
-            rates = "  ".join(f"{row.version} {row.tflops:.0f}" for row in measured)
+            rates = "  ".join(f"{who(row)} {row.tflops:.0f}" for row in measured)
             console.print(f"{name(problem)}: {rates} TFLOP/s", highlight=False)
             progress.advance(task)
             torch.cuda.empty_cache()
     return 0
 
 
-def show(sweep: Sweep, picture: Path, console: Console) -> None:
-    """The run's table, its picture, and what is not in them and why."""
+def show(
+    sweep: Sweep,
+    picture: Path,
+    console: Console,
+    tables: Callable[[pd.DataFrame], list[Table]] = lambda run: [comparison.table(run)],
+    draw: Callable[[pd.DataFrame, Path], None] = plot.draw,
+) -> None:
+    """The run's tables, its picture, and what is not in them and why."""
     measured = comparison.newest_run(comparison.frame(sweep.rows))
     if measured is not None:
-        path = rows.path_of(SUITE, sweep.facts["gpu"], sweep.results)
-        console.print(comparison.table(measured).to_rich())
+        path = rows.path_of(sweep.suite, sweep.facts["gpu"], sweep.results)
+        for table in tables(measured):
+            console.print(table.to_rich())
         console.print(f"{len(sweep.rows)} rows of run {sweep.run} in {path}")
-        plot.draw(measured, picture)
+        draw(measured, picture)
         console.print(f"their picture in {picture}")
-    for (version, reason), problems in sweep.skipped.items():
+    for (contender, reason), problems in sweep.skipped.items():
         where = "every problem" if len(problems) == sweep.num_problems else ", ".join(map(name, problems))
-        console.print(f"{version} is missing in {where}: {reason}", highlight=False)
+        console.print(f"{contender} is missing in {where}: {reason}", highlight=False)

@@ -1,6 +1,6 @@
 """The rows of one `compare` run side by side: a line a problem, a column a version, and the ratios that matter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -22,11 +22,14 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame([asdict(row) for row in rows if row.rel_err is not None], columns=list(Row.__annotations__))
 
 
-def newest_run(measured: pd.DataFrame) -> pd.DataFrame | None:
-    """The newest complete run, or the newest one while none is complete; None while there is none."""
+def newest_run(
+    measured: pd.DataFrame, lacks: Callable[[pd.DataFrame], Sequence[str]] | None = None
+) -> pd.DataFrame | None:
+    """The newest run that `lacks` nothing (by default, nothing `missing`), or the newest; None while there is none."""
+    lacks = lacks or missing
     with_attention = measured[measured.run.isin(measured.run[measured.version != GEMM])]
     runs = [run for _, run in with_attention.groupby("run", sort=True)]
-    return next((run for run in reversed(runs) if not missing(run)), runs[-1] if runs else None)
+    return next((run for run in reversed(runs) if not lacks(run)), runs[-1] if runs else None)
 
 
 def missing(run: pd.DataFrame) -> list[str]:
@@ -74,7 +77,7 @@ def table(run: pd.DataFrame) -> Table:
 
     stale = stale_versions(run)
     marked = [column + (STALE if column in stale else "") for column in columns]
-    result = Table("Forward, TFLOP/s", ["dtype", "d", "mask", "seqlen", *marked], labels=4, notes=_notes(run))
+    result = Table("Forward, TFLOP/s", ["dtype", "d", "mask", "seqlen", *marked], labels=4, notes=notes(run))
     for problem in wide.index:
         dtype, head_dim, causal, seqlen = problem
         numbers = [_number(values[problem], form) for values, form in columns.values()]
@@ -90,7 +93,7 @@ def summary(run: pd.DataFrame) -> Table:
     stale = stale_versions(run)
     marked = [version + (STALE if version in stale else "") for version in ours]
     title = f"Forward, TFLOP/s, {longest} tokens a sequence"
-    result = Table(title, ["dtype", "d", "mask", *marked, "best peer"], labels=3, notes=_notes(run))
+    result = Table(title, ["dtype", "d", "mask", *marked, "best peer"], labels=3, notes=notes(run))
     for (dtype, head_dim, causal), line in wide.iterrows():
         measured = line[peers].dropna()
         best = f"{measured.max():.0f} ({measured.idxmax()})" if len(measured) else NOTHING
@@ -103,13 +106,14 @@ def _split(wide: pd.DataFrame) -> tuple[list[str], list[str]]:
     return [version for version in wide if version in GENERATIONS], [version for version in wide if version in PEERS]
 
 
-def _notes(run: pd.DataFrame) -> list[str]:
-    notes = []
+def notes(run: pd.DataFrame) -> list[str]:
+    """What belongs under every table of a run: its ceiling, and what its marks mean."""
+    lines = []
     if (gemm := gemm_rate(run)) is not None:
-        notes.append(f"A bf16 GEMM of {Gemm.SIZE}^3, timed in turn with every line: {gemm:.0f} TFLOP/s.")
+        lines.append(f"A bf16 GEMM of {Gemm.SIZE}^3, timed in turn with every line: {gemm:.0f} TFLOP/s.")
     if stale_versions(run):
-        notes.append(f"{STALE} measured on other code than this checkout's.")
-    return notes
+        lines.append(f"{STALE} measured on other code than this checkout's.")
+    return lines
 
 
 def _mask(causal: bool) -> str:

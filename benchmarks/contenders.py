@@ -1,8 +1,8 @@
 """Who is measured: what an implementation must offer, and our generations as such."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -35,31 +35,49 @@ class Contender(Protocol):
 
 
 class Ours:
-    """One of our generations: its `forward`, with O and LSE allocated beforehand."""
+    """One of our generations: its `forward`, with O and LSE allocated beforehand.
 
-    def __init__(self, name: str):
-        self.name = name
-        self.generation = GENERATIONS[name]
+    It runs each problem's default configuration, with the switches in `switched` turned on or off; a `name` of its own
+    tells it from other configurations of the same generation.
+    """
+
+    def __init__(self, version: str, name: str | None = None, switched: Mapping[str, bool] | None = None):
+        self.version = version
+        self.name = name or version
+        self.switched = dict(switched or {})
+        self.generation = GENERATIONS[version]
 
     @cached_property
     def source_sha(self) -> str:
-        return source_sha(self.name)
+        return source_sha(self.version)
+
+    def config(self, problem: Problem) -> Any:
+        """The Config for this problem. Raises ValueError when these switches do not go with its tiles."""
+        return replace(self.generation.default_config(problem), **self.switched)
 
     def kernel(self, problem: Problem) -> tuple[KernelKey, Build]:
         """The forward kernel that this problem runs, and what compiles it."""
-        key = self.generation.forward_key(problem, self.generation.default_config(problem))
+        key = self.generation.forward_key(problem, self.config(problem))
         return key, self.generation.build_forward
 
     def why_not(self, problem: Problem) -> str | None:
-        return self.generation.why_not(problem)
+        if reason := self.generation.why_not(problem):
+            return reason
+        try:
+            self.config(problem)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         forward = self.generation.forward
+        # The default goes without saying: hashing a Config would add to the host's time for a call.
+        config = self.config(problem) if self.switched else None
         out = torch.full_like(q, torch.nan)  # an element that the kernel does not write must show
         lse = torch.empty(problem.batch, problem.heads_q, problem.seqlen_q, device=q.device)
 
         def call() -> Tensor:
-            forward(q, k, v, causal=problem.causal, out=out, lse=lse)
+            forward(q, k, v, causal=problem.causal, config=config, out=out, lse=lse)
             return out
 
         return call
@@ -68,5 +86,10 @@ class Ours:
         return nullcontext()
 
     def columns(self, problem: Problem) -> dict[str, Any]:
-        config = self.generation.default_config(problem)
-        return {"config": asdict(config), "switches_label": label(config), "source_sha": self.source_sha}
+        config = self.config(problem)
+        return {
+            "version": self.version,
+            "config": asdict(config),
+            "switches_label": label(config),
+            "source_sha": self.source_sha,
+        }

@@ -68,7 +68,7 @@ def generations_table() -> Table:
     for version, generation in GENERATIONS.items():
         has = generation.capabilities
         extras = [name for name in ("backward", "varlen", "window", "softcap") if getattr(has, name)]
-        claims = ", ".join(["forward", *extras, *has.dtypes, f"head_dim {'/'.join(map(str, has.head_dims))}"])
+        claims = ", ".join(["forward", *extras, *has.dtypes, f"head_dim {has.head_dims[0]} to {has.head_dims[-1]}"])
         table.add(version, "all, slowly", f"nothing: {why}" if why else "the kernels", claims)
     return table
 
@@ -88,17 +88,17 @@ def measure_host(ours: Sequence[Ours], console: Console) -> list[Row]:
     exact, _ = attention(*tensors)
     facts, run, measured = machine.facts(), rows.new_run(), []
 
-    def measure(version: str, name: str, call: Callable[[], Tensor], **columns) -> None:
+    def measure(who: str, name: str, call: Callable[[], Tensor], **columns) -> None:
         try:
             error = relative_error(call(), exact)
         except Exception as failure:  # however a peer is broken, the others are measured
-            console.print(f"{version}, {name}, fails: {type(failure).__name__}: {failure}")
+            console.print(f"{who}, {name}, fails: {type(failure).__name__}: {failure}")
             return
         if not error <= limit(TINY.dtype):
-            console.print(f"{version}, {name}, is wrong: relative error {error:.1e}")
+            console.print(f"{who}, {name}, is wrong: relative error {error:.1e}")
             return
         columns |= problem_columns(TINY) | asdict(host_time(call, torch.cuda.synchronize)) | facts
-        columns |= {"version": version, "call": name, "rel_err": error}
+        columns |= {"version": who, "call": name, "rel_err": error}
         measured.append(Row(run=run, suite=SUITE, pass_="host", time=rows.now(), **columns))
 
     for one in ours:

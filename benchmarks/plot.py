@@ -48,6 +48,11 @@ def draw(run: pd.DataFrame, path: Path) -> None:
     figure.supylabel("TFLOP/s, forward", fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=9, frameon=False)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a figure; the same figure gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "fa-generations"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,9 +1,10 @@
 """Run every kernel once in a process of its own, before the sweep trusts it.
 
 A kernel that hangs cannot be interrupted, and one that faults takes its process's CUDA context with it. Here it costs a
-worker process, `python -m benchmarks.probe VERSION`, and that version's own rows.
+worker process, `python -m benchmarks.probe VERSION SWITCHED`, and the rows of that version in that configuration.
 """
 
+import json
 import os
 import pickle
 import queue
@@ -28,10 +29,11 @@ STARTUP_S = 180.0  # until a worker has torch, CUDA and the package
 
 
 def unfit(ours: Sequence[Ours], problems: Sequence[Problem]) -> dict[tuple[str, Problem], str]:
-    """Compiles every kernel and runs each once, all outside this process: (version, problem) that cannot run, and why.
+    """Compiles every kernel and runs each once, all outside this process: (name, problem) that cannot run, and why.
 
     What a generation does not claim to run is not tried.
     """
+    named = {one.name: one for one in ours}
     possible = {one.name: [problem for problem in problems if not one.why_not(problem)] for one in ours}
     kernels = {(one.name, problem): one.kernel(problem) for one in ours for problem in possible[one.name]}
     uncompiled = precompile(kernels.values())
@@ -41,28 +43,31 @@ def unfit(ours: Sequence[Ours], problems: Sequence[Problem]) -> dict[tuple[str, 
         if key in uncompiled
     }
 
-    def run_once(version: str) -> dict[Problem, str]:
-        return failures(version, [problem for problem in possible[version] if (version, problem) not in found])
+    def run_once(who: str) -> dict[Problem, str]:
+        return failures(command_of(named[who]), [problem for problem in possible[who] if (who, problem) not in found])
 
     with ThreadPoolExecutor(max(1, len(possible))) as pool:
-        for version, failed in zip(possible, pool.map(run_once, possible), strict=True):
-            found |= {(version, problem): reason for problem, reason in failed.items()}
+        for who, failed in zip(possible, pool.map(run_once, possible), strict=True):
+            found |= {(who, problem): reason for problem, reason in failed.items()}
     return found
 
 
+def command_of(one: Ours) -> tuple[str, ...]:
+    """The worker of one of ours, with its switches."""
+    return sys.executable, "-m", "benchmarks.probe", one.version, json.dumps(one.switched)
+
+
 def failures(
-    version: str,
+    command: Sequence[str],
     problems: Sequence[Problem],
-    command: Sequence[str] | None = None,
     timeout: float = TIMEOUT_S,
     startup: float = STARTUP_S,
 ) -> dict[Problem, str]:
-    """The problems that `version` cannot run, each with the reason; a hang lasts `timeout` seconds and no longer.
+    """The problems that a worker cannot run, each with the reason; a hang lasts `timeout` seconds and no longer.
 
     Short sequences come first. A problem that fails takes with it the longer ones of its dtype, head_dim and mask: they
     run the same code, and each further hang would cost as much again.
     """
-    command = command or (sys.executable, "-m", "benchmarks.probe", version)
     todo, failed = sorted(problems, key=lambda problem: problem.seqlen_q), {}
     while todo:
         worker = _Worker.start(command, todo)
@@ -84,10 +89,9 @@ def failures(
     return failed
 
 
-def work(version: str, requests: IO[bytes], answers: IO[str]) -> None:
+def work(ours: Ours, requests: IO[bytes], answers: IO[str]) -> None:
     """The worker: an empty line once it is ready, then one a problem; a line with text is a failure and its last."""
     problems = pickle.load(requests)
-    ours = Ours(version)
     ours.prepare(problems[0], *random_tensors(problems[0]))  # imports the package and starts CUDA
     print(file=answers, flush=True)
     for problem in problems:
@@ -152,4 +156,4 @@ if __name__ == "__main__":
     # The answers keep the pipe to themselves: whatever else writes to stdout, the compiler's C++ too, goes to stderr.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as pipe:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        work(sys.argv[1], sys.stdin.buffer, pipe)
+        work(Ours(sys.argv[1], switched=json.loads(sys.argv[2])), sys.stdin.buffer, pipe)

@@ -6,6 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from benchmarks.rows import Row
 from fa_common.problem import Problem
 
 TOKENS = 16384  # batch * seqlen: every problem reads the same bytes of Q, K and V
@@ -17,21 +18,28 @@ SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = (1024, 16384)
 DTYPES = ("bfloat16",)
 
+SHAPE_COLUMNS = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "causal")  # of a row
+
 
 def grid(
     head_dims: Sequence[int] = HEAD_DIMS,
     masks: Sequence[str] = MASKS,
     seqlens: Sequence[int] = SEQLENS,
     dtypes: Sequence[str] = DTYPES,
+    batch: int | None = None,
+    heads: int | None = None,
 ) -> list[Problem]:
-    """The problems of a sweep; within a dtype, head_dim and mask the short sequences come first."""
+    """The problems of a sweep; within a dtype, head_dim and mask the short sequences come first.
+
+    Left out, `batch` is what makes up TOKENS and `heads` what makes up WIDTH.
+    """
     return [
         Problem(
-            batch=max(1, TOKENS // seqlen),
+            batch=batch or max(1, TOKENS // seqlen),
             seqlen_q=seqlen,
             seqlen_k=seqlen,
-            heads_q=max(1, WIDTH // head_dim),
-            heads_kv=max(1, WIDTH // head_dim),
+            heads_q=heads or max(1, WIDTH // head_dim),
+            heads_kv=heads or max(1, WIDTH // head_dim),
             head_dim=head_dim,
             dtype=getattr(torch, dtype),
             causal=mask == "causal",
@@ -63,6 +71,12 @@ def name(problem: Problem) -> str:
 
 def problem_columns(problem: Problem) -> dict:
     """A problem as columns of a row."""
-    same = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "causal")
     window = None if problem.window == (None, None) else list(problem.window)
-    return {column: getattr(problem, column) for column in same} | {"dtype": problem.dtype_name, "window": window}
+    shape = {column: getattr(problem, column) for column in SHAPE_COLUMNS}
+    return shape | {"dtype": problem.dtype_name, "window": window}
+
+
+def problem_of(row: Row) -> Problem:
+    """The problem that a row of self-attention was measured on."""
+    columns = {column: getattr(row, column) for column in SHAPE_COLUMNS}
+    return Problem(**columns, dtype=getattr(torch, row.dtype), window=tuple(row.window or (None, None)))

@@ -7,17 +7,18 @@ between them. Generating twice changes nothing.
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 
-from benchmarks import comparison, plot
+from benchmarks import ablate, comparison, plot
 from benchmarks.doctor import host_table
 from benchmarks.rows import RESULTS, ROOT, Row, TestsRow, read, source_sha
 from benchmarks.tables import Table
 
 DOCS = ROOT / "docs"
-DOCUMENTS = (ROOT / "README.md", DOCS / "results.md")
+DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 
 _PLACE = re.compile(r"(?P<begin><!-- generated: (?P<block>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
@@ -29,33 +30,33 @@ def regenerate(documents: Sequence[Path] = DOCUMENTS, results: Path = RESULTS, d
     """
     gpus = sorted(path for path in results.glob("*") if path.is_dir())
     pictures, changed = {}, []
-    for gpu in gpus:
-        run = _newest_comparison(gpu)
+    for gpu, (suite, (newest, draw)) in product(gpus, PICTURES.items()):
+        run = newest(gpu)
         if run is None:
             continue
-        pictures[gpu] = docs / f"compare-{gpu.name}.svg"
-        before = pictures[gpu].read_bytes() if pictures[gpu].exists() else None
-        plot.draw(run, pictures[gpu])
-        if pictures[gpu].read_bytes() != before:
-            changed.append(pictures[gpu])
+        picture = pictures[gpu, suite] = docs / f"{suite}-{gpu.name}.svg"
+        before = picture.read_bytes() if picture.exists() else None
+        draw(run, picture)
+        if picture.read_bytes() != before:
+            changed.append(picture)
     for document in documents:
         text = document.read_text(encoding="utf-8")
-        links = {gpu: os.path.relpath(picture, document.parent) for gpu, picture in pictures.items()}
-        filled = _fill(document, text, {gpu: links.get(gpu) for gpu in gpus})
+        links = {place: os.path.relpath(picture, document.parent) for place, picture in pictures.items()}
+        filled = _fill(document, text, gpus, links)
         if filled != text:
             document.write_text(filled, encoding="utf-8")
             changed.append(document)
     return changed
 
 
-def _fill(document: Path, text: str, gpus: Mapping[Path, str | None]) -> str:
-    """The document's text with every block in its place; `gpus` gives each directory of rows its picture's link."""
+def _fill(document: Path, text: str, gpus: Sequence[Path], links: Mapping[tuple[Path, str], str]) -> str:
+    """The document's text with every block in its place; `links` lead to pictures, by directory of rows and suite."""
 
     def block(place: re.Match) -> str:
         if place["block"] not in BLOCKS:
             raise ValueError(f"{document}: a block must be one of {', '.join(BLOCKS)}; got {place['block']}")
         command, make = BLOCKS[place["block"]]
-        parts = [part for gpu, picture in gpus.items() if (part := make(gpu, picture))]
+        parts = [part for gpu in gpus if (part := make(gpu, links.get((gpu, command))))]
         nothing = f"*Nothing measured yet: `python -m benchmarks {command}`, on a Hopper GPU, adds the rows.*"
         return place["begin"] + ("\n\n".join(parts) or nothing) + "\n" + place["end"]
 
@@ -67,6 +68,10 @@ def _fill(document: Path, text: str, gpus: Mapping[Path, str | None]) -> str:
 
 def _newest_comparison(gpu: Path) -> pd.DataFrame | None:
     return comparison.newest_run(comparison.frame(list(read(gpu / "compare.jsonl"))))
+
+
+def _newest_ablation(gpu: Path) -> pd.DataFrame | None:
+    return comparison.newest_run(comparison.frame(list(read(gpu / "ablate.jsonl"))), ablate.missing)
 
 
 def _compare_summary(gpu: Path, picture: str | None) -> str | None:
@@ -84,6 +89,16 @@ def _compare(gpu: Path, picture: str | None) -> str | None:
     if lacking := comparison.missing(run):
         table.notes.append(f"An incomplete run: it lacks {len(lacking)} measurements of a full one.")
     return _with_facts(run, table, picture)
+
+
+def _ablate(gpu: Path, picture: str | None) -> str | None:
+    """What each switch is worth, a table a problem, and the picture."""
+    run = _newest_ablation(gpu)
+    if run is None:
+        return None
+    *others, last = ablate.tables(run)
+    parts = [_with_facts(run, table) for table in others]
+    return "\n\n".join([*parts, _with_facts(run, last, picture, shows="what each switch is worth")])
 
 
 def _host(gpu: Path, picture: str | None) -> str | None:
@@ -109,20 +124,29 @@ def _tests(gpu: Path, picture: str | None) -> str | None:
     )
 
 
-def _with_facts(run: pd.DataFrame, table: Table, picture: str | None = None) -> str:
+def _with_facts(
+    run: pd.DataFrame, table: Table, picture: str | None = None, shows: str = "rate over sequence length"
+) -> str:
     """A table under its title, where and when it was measured, and the picture's link."""
     row = Row(**run.iloc[-1])
     clocks = run.sm_clock_mhz.dropna()
     clock = f", SM clock {clocks.min():.0f} to {clocks.max():.0f} MHz" if len(clocks) else ""
     place = f"{row.gpu}, driver {row.driver}, torch {row.torch}, CuTe DSL {row.dsl}{clock}"
     parts = [f"{table.title}. {place}; run {row.run}, {row.time[:10]}.", table.to_markdown()]
-    return "\n\n".join([*parts, f"![rate over sequence length]({picture})"] if picture else parts)
+    return "\n\n".join([*parts, f"![{shows}]({picture})"] if picture else parts)
 
 
 # What a document may ask for: the command that adds the rows, and the block of one GPU.
 BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
     "compare-summary": ("compare", _compare_summary),
     "compare": ("compare", _compare),
+    "ablate": ("ablate", _ablate),
     "host": ("doctor", _host),
     "tests": ("gpu-tests", _tests),
+}
+
+# What is drawn of a suite: its run, and how.
+PICTURES: dict[str, tuple[Callable[[Path], pd.DataFrame | None], Callable[[pd.DataFrame, Path], None]]] = {
+    "compare": (_newest_comparison, plot.draw),
+    "ablate": (_newest_ablation, ablate.draw),
 }

@@ -1,7 +1,7 @@
 """The comparison without a Hopper GPU, everything but speed: what each algorithm computes, what each kernel became."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
@@ -28,12 +28,22 @@ Reports = dict[tuple[Problem, str], KernelReport | IsolatedFailure]
 def compare(problems: Sequence[Problem], versions: Sequence[str], console: Console) -> int:
     """Shows the algorithms and the kernels of each dtype, head_dim and mask; 1 if one is wrong or does not compile."""
     ours = [Ours(version) for version in versions]
-    kinds = list({(p.dtype, p.head_dim, p.causal): p for p in problems}.values())
+    kinds = kinds_of(problems)
     algorithms, worst = algorithms_table(ours, kinds)
     console.print(algorithms.to_rich())
+    return int(not kernels(ours, kinds, console) or worst > 1)
+
+
+def kernels(ours: Sequence[Ours], kinds: Sequence[Problem], console: Console, who: str = "version") -> bool:
+    """Shows what became of each kernel; whether every one of them compiles. `who` heads the column of their names."""
     reports = kernel_reports(ours, kinds, console)
-    console.print(kernels_table(reports).to_rich())
-    return int(worst > 1 or any(isinstance(made, IsolatedFailure) for made in reports.values()))
+    console.print(kernels_table(reports, who).to_rich())
+    return not any(isinstance(made, IsolatedFailure) for made in reports.values())
+
+
+def kinds_of(problems: Sequence[Problem]) -> list[Problem]:
+    """One problem, the longest, of each dtype, head_dim and mask."""
+    return list({(p.dtype, p.head_dim, p.causal): p for p in problems}.values())
 
 
 def algorithms_table(ours: Sequence[Ours], kinds: Sequence[Problem]) -> tuple[Table, float]:
@@ -91,11 +101,11 @@ def kernel_reports(ours: Sequence[Ours], kinds: Sequence[Problem], console: Cons
         return dict(zip(jobs, shown, strict=True))
 
 
-def kernels_table(reports: Mapping[tuple[Problem, str], KernelReport | IsolatedFailure]) -> Table:
+def kernels_table(reports: Reports, who: str) -> Table:
     """Registers, memory and instructions of every kernel, and what is wrong with it."""
     table = Table(
         "The kernels as compiled for sm_90a",
-        ["dtype", "d", "mask", "version", "registers", "shared KiB", "spilled B", *INSTRUCTIONS, "all"],
+        ["dtype", "d", "mask", who, "registers", "shared KiB", "spilled B", *INSTRUCTIONS, "all"],
         labels=4,
         notes=["Instructions are counted in the machine code, not as executed."],
     )

@@ -185,6 +185,12 @@ def _fits(reasons: dict[str, str | None]) -> list[str]:
     return [f"  {name}  {'fits' if reason is None else reason}" for name, reason in reasons.items()]
 
 
+def _occupancy(kernel: Kernel) -> str:
+    if not kernel.ctas_per_sm:
+        return "too large for an SM"
+    return f"{kernel.ctas_per_sm} to an SM: {kernel.waves:.2f} waves on {NUM_SMS} SMs"
+
+
 def _kernel_rows(kernel: Kernel) -> list[tuple[str, str]]:
     config, launch, made = kernel.config, kernel.launch, kernel.report
     switch_names = [f.name for f in switches(config)]
@@ -199,7 +205,7 @@ def _kernel_rows(kernel: Kernel) -> list[tuple[str, str]]:
     telling = ", ".join(f"{name} {made.instructions[name]}" for name in TELLING_INSTRUCTIONS if made.instructions[name])
     return [
         *rows,
-        ("grid", f"{grid}, {kernel.ctas_per_sm} to an SM: {kernel.waves:.2f} waves on {NUM_SMS} SMs"),
+        ("grid", f"{grid}, {_occupancy(kernel)}"),
         ("registers", f"{made.registers} a thread at launch, {made.spill_stores} bytes spilled"),
         ("shared memory", f"{made.shared_memory:,} of {SHARED_MEMORY_LIMIT:,} bytes a CTA"),
         ("instructions", f"{total:,}, of them {telling}" if total else f"unknown: {made.why_no_instructions}"),

@@ -8,7 +8,7 @@ from fa_common.problem import Problem
 CAPABILITIES = Capabilities(
     archs=(90,),
     dtypes=("float16", "bfloat16"),
-    head_dims=(64, 128),
+    head_dims=tuple(range(8, 257, 8)),
     varlen=False,
     window=False,
     softcap=False,
@@ -52,4 +52,5 @@ def default_config(problem: Problem) -> Config:
     while ctas * q_splits < 2 * 132 and q_splits * 128 < problem.seqlen_q:
         q_splits *= 2
     tile_m = 32 if problem.head_dim <= 64 else 16
-    return Config(tile_m=tile_m, tile_n=256, q_splits=q_splits)
+    tile_n = 256 if problem.head_dim <= 128 else 128  # K and V of 256 keys would not fit into shared memory
+    return Config(tile_m=tile_m, tile_n=tile_n, q_splits=q_splits)

@@ -48,6 +48,7 @@ from fa_common.tiles import (
     multiply_registers,
     round_to_operand_a,
     tile_layout,
+    whole_panels,
 )
 
 THREADS_PER_WARP = 32
@@ -115,6 +116,7 @@ class Forward:
         self.config = key.config
         self.dtype = DTYPES[key.dtype]
         self.head_dim = key.head_dim
+        self.width = whole_panels(key.head_dim)  # of a tile: head_dim and, where that ends inside a panel, zeros
         self.causal = key.causal
         self.num_threads = THREADS_PER_WARP * key.config.num_warps
         self.keys_per_warp = key.config.tile_n // key.config.num_warps
@@ -146,9 +148,9 @@ class Forward:
         mma = cute.make_tiled_mma(
             warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)), (1, 1, 1), permutation_mnk=(16, 16, 16)
         )
-        layout_Q, layout_K = tile_layout(tile_m, self.head_dim), tile_layout(tile_n, self.head_dim)
-        row = self.head_dim + PAD
-        layout_O = cute.make_layout((tile_m, self.head_dim, num_warps), stride=(row, 1, tile_m * row))
+        layout_Q, layout_K = tile_layout(tile_m, self.width), tile_layout(tile_n, self.width)
+        row = self.width + PAD
+        layout_O = cute.make_layout((tile_m, self.width, num_warps), stride=(row, 1, tile_m * row))
 
         @cute.struct
         class Storage:
@@ -171,7 +173,7 @@ class Forward:
             (layout_Q, layout_K, layout_O),
             mma,
             softmax_scale * math.log2(math.e),
-        ).launch(grid=grid, block=[self.num_threads, 1, 1], stream=stream)
+        ).launch(grid=grid, block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, tensors: tuple, workspaces: tuple, layouts: tuple, mma: cute.TiledMma, scale_log2: Float32):
@@ -210,13 +212,13 @@ class Forward:
     @cute.jit
     def load(self, tile: Tile, tensors: tuple, shared: Shared) -> Copies:
         """This thread's share of every copy the loop will make."""
-        tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
+        tile_m, tile_n, width = self.config.tile_m, self.config.tile_n, self.width
         mQ, mK, mV, _, _ = tensors
-        gQ = cute.local_tile(mQ[None, None, tile.head, tile.batch], (tile_m, head_dim), (None, 0))
-        gK = cute.local_tile(mK[None, None, tile.head_kv, tile.batch], (tile_n, head_dim), (None, 0))
-        gV = cute.local_tile(mV[None, None, tile.head_kv, tile.batch], (tile_n, head_dim), (None, 0))
-        q_copy = RowCopy.of(self.dtype, tile_m, head_dim, self.num_threads)
-        kv_copy = RowCopy.of(self.dtype, tile_n, head_dim, self.num_threads)
+        gQ = cute.local_tile(mQ[None, None, tile.head, tile.batch], (tile_m, width), (None, 0))
+        gK = cute.local_tile(mK[None, None, tile.head_kv, tile.batch], (tile_n, width), (None, 0))
+        gV = cute.local_tile(mV[None, None, tile.head_kv, tile.batch], (tile_n, width), (None, 0))
+        q_copy = RowCopy.of(self.dtype, tile_m, self.head_dim, self.num_threads)
+        kv_copy = RowCopy.of(self.dtype, tile_n, self.head_dim, self.num_threads)
         return Copies(
             q=q_copy,
             kv=kv_copy,
@@ -267,7 +269,7 @@ class Forward:
 
     def products(self, mma: cute.TiledMma, shared: Shared) -> Products:
         """This thread's operands and accumulators of S = Q K^T and O = P V, both over its warp's keys."""
-        tile_m, keys, head_dim = self.config.tile_m, self.keys_per_warp, self.head_dim
+        tile_m, keys, width = self.config.tile_m, self.keys_per_warp, self.width
         lane = cute.arch.lane_idx()
         first_key = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * keys
         thread_mma = mma.get_slice(lane)
@@ -279,9 +281,9 @@ class Forward:
             v=Operand.b(mma, shared.sV, lane, rows=(first_key, keys), transpose=True),
             acc_S=acc_S,
             rP=cute.make_rmem_tensor(as_operand_a(acc_S.layout), self.dtype),
-            acc_O=cute.make_rmem_tensor(mma.partition_shape_C((tile_m, head_dim)), Float32),
+            acc_O=cute.make_rmem_tensor(mma.partition_shape_C((tile_m, width)), Float32),
             tScS=thread_mma.partition_C(cute.make_identity_tensor((tile_m, keys))),
-            tOcO=thread_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))),
+            tOcO=thread_mma.partition_C(cute.make_identity_tensor((tile_m, width))),
         )
 
     @cute.jit
@@ -355,20 +357,19 @@ class Forward:
 
         A thread reads and writes the same elements of O at every visit, so no other thread need wait for them.
         """
-        tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
+        tile_m, tile_n = self.config.tile_m, self.config.tile_n
         mAcc, mMax, mSum = workspaces
         mO, mLSE = tensors[3], tensors[4]
         last_block = cute.ceil_div(tile.seqlen_k, tile_n) - 1
         if const_expr(self.causal):
             last_key = (m_block + 1) * tile_m - 1 + tile.seqlen_k - tile.seqlen_q
             last_block = cutlass.min(last_block, cutlass.max(last_key, 0) // tile_n)
-        threads_per_row = head_dim // FLOATS
-        thread = cute.arch.thread_idx()[0]
-        column = thread % threads_per_row
-        for i in cutlass.range_constexpr(tile_m * threads_per_row // self.num_threads):
-            row = thread // threads_per_row + i * (self.num_threads // threads_per_row)
+        pieces_per_row = self.width // FLOATS
+        for i in cutlass.range_constexpr(tile_m * pieces_per_row // self.num_threads):
+            piece = cute.arch.thread_idx()[0] + i * self.num_threads
+            row, column = piece // pieces_per_row, piece % pieces_per_row
             query = m_block * tile_m + row
-            if query < tile.seqlen_q:
+            if (query < tile.seqlen_q) & (column * FLOATS < self.head_dim):
                 gAcc = cute.local_tile(mAcc[tile.batch, tile.head, query, None], (FLOATS,), (column,))
                 row_sum = softmax.row_sum(row)
                 no_key = row_sum == 0.0

@@ -8,7 +8,7 @@ from fa_common.problem import Problem
 CAPABILITIES = Capabilities(
     archs=(90,),
     dtypes=("float16", "bfloat16"),
-    head_dims=(64, 128, 256),
+    head_dims=tuple(range(8, 257, 8)),
     varlen=False,
     window=False,
     softcap=False,

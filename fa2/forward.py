@@ -47,6 +47,7 @@ from fa_common.tiles import (
     store_accumulator,
     tile_layout,
     visible_blocks,
+    whole_panels,
 )
 
 THREADS_PER_WARP = 32
@@ -107,6 +108,7 @@ class Forward:
         self.config = key.config
         self.dtype = DTYPES[key.dtype]
         self.head_dim = key.head_dim
+        self.width = whole_panels(key.head_dim)  # of a tile: head_dim and, where that ends inside a panel, zeros
         self.causal = key.causal
         self.num_threads = THREADS_PER_WARP * key.config.num_warps
 
@@ -133,8 +135,8 @@ class Forward:
             (self.config.num_warps, 1, 1),
             permutation_mnk=(16 * self.config.num_warps, 16, 16),
         )
-        layout_Q = tile_layout(tile_m, self.head_dim)
-        layout_K = tile_layout(tile_n, self.head_dim)
+        layout_Q = tile_layout(tile_m, self.width)
+        layout_K = tile_layout(tile_n, self.width)
 
         @cute.struct
         class Storage:
@@ -180,13 +182,13 @@ class Forward:
     @cute.jit
     def load(self, tile: Tile, tensors: tuple, shared: Shared) -> Copies:
         """Starts the copies of Q and of the last visible block of K, rows past the end zeroed; returns the rest."""
-        tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
+        tile_m, tile_n, width = self.config.tile_m, self.config.tile_n, self.width
         mQ, mK, mV, _, _ = tensors
-        gQ = cute.local_tile(mQ[None, None, tile.head, tile.batch], (tile_m, head_dim), (tile.m_block, 0))
-        gK = cute.local_tile(mK[None, None, tile.head_kv, tile.batch], (tile_n, head_dim), (None, 0))
-        gV = cute.local_tile(mV[None, None, tile.head_kv, tile.batch], (tile_n, head_dim), (None, 0))
-        q_copy = RowCopy.of(self.dtype, tile_m, head_dim, self.num_threads)
-        kv_copy = RowCopy.of(self.dtype, tile_n, head_dim, self.num_threads)
+        gQ = cute.local_tile(mQ[None, None, tile.head, tile.batch], (tile_m, width), (tile.m_block, 0))
+        gK = cute.local_tile(mK[None, None, tile.head_kv, tile.batch], (tile_n, width), (None, 0))
+        gV = cute.local_tile(mV[None, None, tile.head_kv, tile.batch], (tile_n, width), (None, 0))
+        q_copy = RowCopy.of(self.dtype, tile_m, self.head_dim, self.num_threads)
+        kv_copy = RowCopy.of(self.dtype, tile_n, self.head_dim, self.num_threads)
         copies = Copies(
             kv=kv_copy,
             tKgK=kv_copy.of_global(gK),
@@ -216,11 +218,11 @@ class Forward:
 
     def products(self, mma: cute.TiledMma, shared: Shared) -> Products:
         """This thread's operands and accumulators of S = Q K^T and O = P V."""
-        tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
+        tile_m, tile_n, width = self.config.tile_m, self.config.tile_n, self.width
         thread = cute.arch.thread_idx()[0]
         thread_mma = mma.get_slice(thread)
         acc_S = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, tile_n)), Float32)
-        acc_O = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, head_dim)), Float32)
+        acc_O = cute.make_rmem_tensor(mma.partition_shape_C((tile_m, width)), Float32)
         acc_O.fill(0.0)
         return Products(
             mma=mma,
@@ -295,9 +297,7 @@ class Forward:
         store_accumulator(rO, products.tScS, shared.sQ, products.q.rows_apart)
         # Every warp's rows of O are in shared memory before threads read rows of other warps.
         cute.arch.sync_threads()
-        gO = cute.local_tile(
-            mO[None, None, tile.head, tile.batch], (self.config.tile_m, self.head_dim), (tile.m_block, 0)
-        )
+        gO = cute.local_tile(mO[None, None, tile.head, tile.batch], (self.config.tile_m, self.width), (tile.m_block, 0))
         copy = RowCopy.of(self.dtype, self.config.tile_m, self.head_dim, self.num_threads)
         copy.store_rows(copy.of_shared(shared.sQ), copy.of_global(gO), num_rows)
 

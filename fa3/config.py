@@ -9,7 +9,7 @@ from fa_common.switches import check, switch
 CAPABILITIES = Capabilities(
     archs=(90,),
     dtypes=("float16", "bfloat16"),
-    head_dims=(64, 128, 256),
+    head_dims=tuple(range(8, 257, 8)),
     varlen=False,
     window=False,
     softcap=False,
@@ -55,10 +55,12 @@ def default_config(problem: Problem) -> Config:
     if problem.head_dim <= 64:
         # Half the work of d = 128 for each exponential: three warpgroups, so that one is always at the tensor cores.
         return Config(tile_m=192, tile_n=128, stages=2)
+    if problem.head_dim <= 96:
+        return Config(tile_m=192, tile_n=96, stages=2)
     if problem.head_dim <= 128:
         if problem.causal and problem.seqlen_k < 4096:
             # Short rows: 192 rows would mask up to three blocks of each tile's few.
             return Config(tile_m=128, tile_n=128, stages=2)
         # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
         return Config(tile_m=192, tile_n=80, stages=2 if problem.causal else 3)
-    return Config(tile_m=128, tile_n=64, stages=2)
+    return Config(tile_m=128, tile_n=96 if problem.head_dim <= 192 else 64, stages=2)

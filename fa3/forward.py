@@ -53,6 +53,7 @@ from fa_common.tiles import (
 )
 
 ROWS = 64  # of one WGMMA: the queries of one consumer warpgroup
+WIDTHS = (64, 96, 128, 192, 256)  # of a tile
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Forward:
     def __init__(self, key: KernelKey):
         self.config = key.config
         self.dtype = DTYPES[key.dtype]
-        self.head_dim = key.head_dim
+        # Tiles are as wide as the next width that WGMMA layouts like; TMA loads zeros past head_dim and stores nothing.
+        self.width = next(width for width in WIDTHS if width >= key.head_dim)
         self.causal = key.causal
         self.num_consumers = key.config.num_consumer_warpgroups
         self.num_threads = THREADS_PER_WARPGROUP * (1 + self.num_consumers)
@@ -137,19 +139,17 @@ class Forward:
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         mma_qk = sm90.make_trivial_tiled_mma(dtype, dtype, K, K, Float32, (1, 1, 1), (ROWS, tile_n))
         mma_pv = sm90.make_trivial_tiled_mma(
-            dtype, dtype, K, MN, Float32, (1, 1, 1), (ROWS, self.head_dim), warpgroup.OperandSource.RMEM
+            dtype, dtype, K, MN, Float32, (1, 1, 1), (ROWS, self.width), warpgroup.OperandSource.RMEM
         )
-        layout_Q = sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (ROWS, tile_n, self.head_dim), dtype, self.num_consumers
-        )
-        layout_K = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, self.head_dim), dtype, stages)
-        layout_V = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (ROWS, self.head_dim, tile_n), dtype, stages)
-        layout_O = sm90.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, self.head_dim), self.num_consumers)
+        layout_Q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, self.width), dtype, self.num_consumers)
+        layout_K = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, self.width), dtype, stages)
+        layout_V = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (ROWS, self.width, tile_n), dtype, stages)
+        layout_O = sm90.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, self.width), self.num_consumers)
 
-        tma_Q, mQ = self.tma(cpasync.CopyBulkTensorTileG2SOp(), mQ, layout_Q, (ROWS, self.head_dim))
-        tma_K, mK = self.tma(self.kv_op(), mK, layout_K, (tile_n, self.head_dim), self.cluster_size)
-        tma_V, mV = self.tma(self.kv_op(), mV, layout_V, (self.head_dim, tile_n), self.cluster_size)
-        tma_O, mO = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, layout_O, (ROWS, self.head_dim))
+        tma_Q, mQ = self.tma(cpasync.CopyBulkTensorTileG2SOp(), mQ, layout_Q, (ROWS, self.width))
+        tma_K, mK = self.tma(self.kv_op(), mK, layout_K, (tile_n, self.width), self.cluster_size)
+        tma_V, mV = self.tma(self.kv_op(), mV, layout_V, (self.width, tile_n), self.cluster_size)
+        tma_O, mO = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, layout_O, (ROWS, self.width))
 
         @cute.struct
         class Storage:
@@ -161,7 +161,7 @@ class Forward:
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_K)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_V)], 1024]
 
-        check_shared_memory(Storage.size_in_bytes(), self.config, self.head_dim)
+        check_shared_memory(Storage.size_in_bytes(), self.config, self.width)
         self.Storage = Storage
 
         num_m_blocks = cute.ceil_div(mQ.shape[0], tile_m)
@@ -274,12 +274,12 @@ class Forward:
     @cute.jit
     def load(self, tile: Tile, tma: tuple, tensors: tuple, shared: Shared, pipes: Pipes):
         """The producer warp: Q once, then K and V, last visible block first."""
-        tile_n, head_dim = self.config.tile_n, self.head_dim
+        tile_n, width = self.config.tile_n, self.width
         tma_Q, tma_K, tma_V, _ = tma
         mQ, mK, mV, _, _ = tensors
-        gQ = cute.local_tile(mQ[None, None, tile.head, tile.batch], (ROWS, head_dim), (None, 0))
-        gK = cute.local_tile(mK[None, None, tile.head_kv, tile.batch], (tile_n, head_dim), (None, 0))
-        gV = cute.local_tile(mV[None, None, tile.head_kv, tile.batch], (head_dim, tile_n), (0, None))
+        gQ = cute.local_tile(mQ[None, None, tile.head, tile.batch], (ROWS, width), (None, 0))
+        gK = cute.local_tile(mK[None, None, tile.head_kv, tile.batch], (tile_n, width), (None, 0))
+        gV = cute.local_tile(mV[None, None, tile.head_kv, tile.batch], (width, tile_n), (0, None))
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         tQsQ, tQgQ = self.partition(tma_Q, shared.sQ, gQ)  # (TMA, warpgroups), (TMA, m_blocks of 64)
         tKsK, tKgK = self.partition(tma_K, shared.sK, gK, rank, self.cluster_size)  # (TMA, stages), (TMA, n_blocks)
@@ -355,7 +355,7 @@ class Forward:
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         thread_qk, thread_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
         acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, self.config.tile_n)), Float32)
-        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.head_dim)), Float32)
+        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.width)), Float32)
         acc_O.fill(0.0)
         return Products(
             mma_qk=mma_qk,
@@ -539,7 +539,7 @@ class Forward:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT + tile.warpgroup, number_of_threads=THREADS_PER_WARPGROUP)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0:
-            gO = cute.local_tile(mO[None, None, tile.head, tile.batch], (ROWS, self.head_dim), (None, 0))
+            gO = cute.local_tile(mO[None, None, tile.head, tile.batch], (ROWS, self.width), (None, 0))
             tOsO, tOgO = self.partition(tma[3], sO, gO)
             # TMA drops the rows past seqlen_q.
             cute.copy(tma[3], tOsO, tOgO[None, tile.m_block * self.num_consumers + tile.warpgroup])

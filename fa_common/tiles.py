@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
@@ -173,6 +173,11 @@ PANEL = 64  # columns of a 128-byte row
 CHUNK = 8  # elements of 16 bytes
 
 
+def whole_panels(num_columns: int) -> int:
+    """The columns of a tile that holds `num_columns`: whole panels."""
+    return -(-num_columns // PANEL) * PANEL
+
+
 def tile_layout(rows: int, columns: int) -> cute.Layout:
     """(rows, columns) in panels, before the XOR."""
     return cute.make_layout((rows, (PANEL, columns // PANEL)), stride=(PANEL, (1, rows * PANEL)))
@@ -213,15 +218,17 @@ class RowCopy:
     """This thread's share of copying a (rows, columns) tile between global and shared memory, 16 bytes at a time.
 
     Eight threads take a 128-byte row. `num_threads / 8` rows at a time is a multiple of eight: one XOR serves them all.
+    A tile is whole panels; the columns of the last one that global memory has not are zeros in shared memory.
     """
 
     asynchronous: cute.CopyAtom  # cp.async, global to shared
     synchronous: cute.CopyAtom  # 16-byte loads and stores
     thread: cute.TiledCopy
-    rows: cute.Tensor  # coordinates (row, column) of this thread's 16-byte pieces, (16 B, rows, panels)
+    pieces: cute.Tensor  # coordinates (row, column) of this thread's 16-byte pieces, (16 B, rows, panels)
+    num_columns: int  # that global memory has
 
     @staticmethod
-    def of(dtype: type, rows: int, columns: int, num_threads: int) -> "RowCopy":
+    def of(dtype: type, rows: int, num_columns: int, num_threads: int) -> "RowCopy":
         asynchronous = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
         )
@@ -229,9 +236,8 @@ class RowCopy:
         thread = cute.make_tiled_copy_tv(
             asynchronous, cute.make_ordered_layout((num_threads // 8, 8), order=(1, 0)), cute.make_layout((1, CHUNK))
         ).get_slice(cute.arch.thread_idx()[0])
-        return RowCopy(
-            asynchronous, synchronous, thread, thread.partition_S(cute.make_identity_tensor((rows, columns)))
-        )
+        pieces = thread.partition_S(cute.make_identity_tensor((rows, whole_panels(num_columns))))
+        return RowCopy(asynchronous, synchronous, thread, pieces, num_columns)
 
     def of_global(self, g: cute.Tensor) -> cute.Tensor:
         """This thread's pieces of a global (rows, columns, ...) tile: (16 B, rows, panels, ...)."""
@@ -239,34 +245,52 @@ class RowCopy:
 
     def of_shared(self, s: cute.Tensor) -> cute.Tensor:
         """This thread's pieces of a shared tile, XOR included: (16 B, rows, panels)."""
-        row, column = self.rows[0, 0, 0]
-        pieces = self.thread.partition_D(s)
+        row, column = self.pieces[0, 0, 0]
         offset = swizzled_offset(row, column, cute.size(s, mode=[0]))
         pointer = shared_pointer(s.element_type, s.iterator.toint() + offset * 2, align=16)
-        return cute.make_tensor(pointer, pieces.layout)
+        return cute.make_tensor(pointer, self.thread.partition_D(s).layout)
 
-    def load(self, g: cute.Tensor, s: cute.Tensor) -> None:
-        """Starts copying a whole tile into shared memory; both arguments are this thread's pieces."""
-        cute.copy(self.asynchronous, g, s)
+    @cute.jit
+    def load(self, g: cute.Tensor, s: cute.Tensor):
+        """Starts copying all rows of a tile into shared memory; both arguments are this thread's pieces."""
+        for panel in cutlass.range_constexpr(cute.size(s, mode=[2])):
+            if const_expr(self.is_whole(panel)):
+                cute.copy(self.asynchronous, g[None, None, panel], s[None, None, panel])
+            else:
+                if self.pieces[0, 0, panel][1] < self.num_columns:
+                    cute.copy(self.asynchronous, g[None, None, panel], s[None, None, panel])
+                else:
+                    s[None, None, panel].fill(0)
 
     @cute.jit
     def load_rows(self, g: cute.Tensor, s: cute.Tensor, num_rows: Int32):
         """Starts copying the first `num_rows` rows and zeroes the others: stale shared memory might be NaN, and 0 * NaN
         is NaN."""
         for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            if self.rows[0, i, 0][0] < num_rows:
-                cute.copy(self.asynchronous, g[None, i, None], s[None, i, None])
-            else:
-                s[None, i, None].fill(0)
+            for panel in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                if self.exists(i, panel, num_rows):
+                    cute.copy(self.asynchronous, g[None, i, panel], s[None, i, panel])
+                else:
+                    s[None, i, panel].fill(0)
 
     @cute.jit
     def store_rows(self, s: cute.Tensor, g: cute.Tensor, num_rows: Int32):
         """Copies the first `num_rows` rows of a shared tile out to global memory."""
         for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            if self.rows[0, i, 0][0] < num_rows:
-                piece = cute.make_rmem_tensor_like(s[None, i, None])
-                cute.copy(self.synchronous, s[None, i, None], piece)
-                cute.copy(self.synchronous, piece, g[None, i, None])
+            for panel in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                if self.exists(i, panel, num_rows):
+                    piece = cute.make_rmem_tensor_like(s[None, i, panel])
+                    cute.copy(self.synchronous, s[None, i, panel], piece)
+                    cute.copy(self.synchronous, piece, g[None, i, panel])
+
+    def is_whole(self, panel: int) -> bool:
+        """Whether global memory has every column of a panel."""
+        return (panel + 1) * PANEL <= self.num_columns
+
+    def exists(self, i: int, panel: int, num_rows: Int32) -> Boolean:
+        """Whether global memory has this thread's piece of its i-th row, of `num_rows` in all, in a panel."""
+        row, column = self.pieces[0, i, panel]
+        return row < num_rows if self.is_whole(panel) else (row < num_rows) & (column < self.num_columns)
 
 
 @dataclass(frozen=True)

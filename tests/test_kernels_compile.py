@@ -16,6 +16,9 @@ HOPPER = {"HGMMA", "UTMALDG", "UTMASTG"}  # WGMMA, TMA loads, TMA stores
 HAS = {"fa1": AMPERE, "fa2": AMPERE, "fa3": HOPPER}
 HAS_NOT = {"fa1": HOPPER, "fa2": HOPPER, "fa3": AMPERE}
 
+# Each width that a tile can have, and one head_dim that does not fill its tile.
+HEAD_DIMS = {64: ("float16", "bfloat16"), 128: ("float16", "bfloat16"), 256: ("float16", "bfloat16")}
+HEAD_DIMS |= dict.fromkeys((40, 96, 192), ("bfloat16",))
 # A default may depend on the length and on how well the GPU is filled.
 SMALL, LARGE = (1, 512, 512, 8, 8), (64, 4096, 4096, 32, 32)
 
@@ -24,11 +27,11 @@ def default_kernels() -> list[KernelKey]:
     keys = {}  # a dict keeps their order
     for version in HAS:
         generation = importlib.import_module(f"{version}.config")
-        able = generation.CAPABILITIES
-        for dtype, head_dim, causal, sizes in product(able.dtypes, able.head_dims, (False, True), (SMALL, LARGE)):
-            problem = Problem(*sizes, head_dim, dtype=getattr(torch, dtype), causal=causal)
-            config = generation.default_config(problem)
-            keys[KernelKey(version, "forward", dtype, head_dim, causal, config)] = None
+        for head_dim, causal, sizes in product(HEAD_DIMS, (False, True), (SMALL, LARGE)):
+            for dtype in HEAD_DIMS[head_dim]:
+                problem = Problem(*sizes, head_dim, dtype=getattr(torch, dtype), causal=causal)
+                config = generation.default_config(problem)
+                keys[KernelKey(version, "forward", dtype, head_dim, causal, config)] = None
     return list(keys)
 
 

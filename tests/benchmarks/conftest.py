@@ -1,5 +1,6 @@
 """Measurements that nobody measured: rows, problems small enough for a CPU, and a timer that only pretends."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.rows import Row, source_sha
 from benchmarks.telemetry import Reading
 from fa import GENERATIONS
 from fa_common.problem import Problem
+from fa_common.report import KernelReport
 
 FACTS = {"gpu": "NVIDIA H200", "torch": "2.11.0", "dsl": "4.8.1", "driver": "580.1"}
 
@@ -75,6 +77,20 @@ def make_row() -> Callable[..., Row]:
 @pytest.fixture
 def gemm_row(make_row: Callable[..., Row]) -> Row:
     return make_row(GEMM, tflops=800.0, pct_of_gemm=100.0, head_dim=8192)
+
+
+@pytest.fixture
+def clean_report() -> KernelReport:
+    """A kernel that there is nothing to say against."""
+    return KernelReport(
+        registers=168,
+        shared_memory=164 * 1024,
+        stack=0,
+        spill_stores=0,
+        spill_loads=0,
+        barriers=4,
+        instructions=Counter(HGMMA=16, UTMALDG=5, MUFU=70, FFMA=200),
+    )
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from benchmarks import probe
+from benchmarks.contenders import Ours
 
 TIMES = {"timeout": 2.0, "startup": 60.0}
 
@@ -27,16 +28,16 @@ def problems(cpu_problem):
 
 
 def test_nothing_fails(problems):
-    assert probe.failures("fa9", problems, worker("ok()"), **TIMES) == {}
+    assert probe.failures(worker("ok()"), problems, **TIMES) == {}
 
 
 def test_without_problems_no_worker_starts():
-    assert probe.failures("fa9", [], ("/no/such/program",)) == {}
+    assert probe.failures(("/no/such/program",), []) == {}
 
 
 def test_the_shortest_problem_comes_first(problems):
     body = "print(problem.seqlen_q, flush=True); time.sleep(60)"
-    failed = probe.failures("fa9", problems, worker(body), **TIMES)
+    failed = probe.failures(worker(body), problems, **TIMES)
     assert {reason.split()[0] for reason in failed.values()} == {"64"}
 
 
@@ -51,17 +52,17 @@ def test_the_shortest_problem_comes_first(problems):
 )
 def test_a_failure_costs_only_problems_that_run_the_same_code(problems, trouble: str, reason: str):
     program = worker(f"if problem.causal and problem.seqlen_q == 128:\n        {trouble}\n    ok()")
-    failed = probe.failures("fa9", problems, program, **TIMES)
+    failed = probe.failures(program, problems, **TIMES)
     assert {(problem.causal, problem.seqlen_q) for problem in failed} == {(True, 128), (True, 256)}
     assert all(text.startswith(reason) and "causal 1 x 128 x 1" in text for text in failed.values())
 
 
 def test_a_worker_that_does_not_start_fails_everything(problems):
-    failed = probe.failures("fa9", problems, (sys.executable, "-c", "raise SystemExit('no torch')"))
+    failed = probe.failures((sys.executable, "-c", "raise SystemExit('no torch')"), problems)
     assert set(failed) == set(problems)
     assert set(failed.values()) == {"its probe did not start: its process ended with status 1: no torch"}
 
 
 def test_the_worker_answers_a_line_for_each_problem(problems):
-    command = (sys.executable, "-m", "benchmarks.probe", "fa2")
-    assert probe.failures("fa2", problems[:2], command) == {}
+    command = probe.command_of(Ours("fa3", switched={"pingpong": False}))
+    assert probe.failures(command, problems[:2]) == {}

@@ -149,11 +149,14 @@ def test_a_place_that_cannot_be_filled_is_an_error(document, text: str, message:
 
 
 def test_every_committed_document_can_be_filled(tmp_path):
+    with_places = set()
     for document in report.DOCUMENTS:
         copy = tmp_path / document.name
         copy.write_text(document.read_text(encoding="utf-8"), encoding="utf-8")
         report.regenerate([copy], tmp_path / "results", tmp_path)
-        assert "<!-- generated: " in copy.read_text(encoding="utf-8")
+        if "<!-- generated: " in copy.read_text(encoding="utf-8"):
+            with_places.add(document.name)
+    assert {"README.md", "results.md"} <= with_places
 
 
 def test_a_complete_run_lacks_nothing(add_run, tmp_path):

@@ -15,7 +15,7 @@ from fa_common.report import KernelReport
 explain_module = import_module("fa.explain")  # the package's attribute of that name is the function
 
 REPORT = KernelReport(
-    registers=168,
+    registers=128,
     shared_memory=100_000,
     stack=0,
     spill_stores=0,
@@ -76,7 +76,7 @@ def test_a_call_on_a_hopper_gpu(report, on_gpu, capsys):
         "  fa3  fits",
     ]
     assert "on a Hopper GPU" not in text
-    assert "168 a thread at launch, 0 bytes spilled" in text
+    assert "128 a thread at launch, 0 bytes spilled" in text
     assert "100,000 of 232,448 bytes a CTA" in text
     assert "1,000, of them HGMMA 48, MUFU 200" in text
     assert f"{4 * 128 * 8 * 2 * 1024**2 / 2 / 1e9:.3f} GFLOP in matrix products (fwd)" in text
@@ -111,6 +111,11 @@ def test_how_many_ctas_an_sm_holds(report, changes, ctas):
     kernel = fa.explain(*qkv(), version="fa1").kernel
     assert kernel.launch.num_threads == 128
     assert kernel.ctas_per_sm == ctas
+
+
+def test_a_kernel_that_no_sm_holds_is_told(report):
+    report(registers=255)
+    assert "CTAs of 512 threads, too large for an SM" in str(fa.explain(*qkv(), version="fa3"))
 
 
 @pytest.mark.parametrize("version", ["fa1", "fa2", "fa3"])

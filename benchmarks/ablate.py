@@ -1,0 +1,216 @@
+"""What each idea is worth: one generation with its switches turned on one after another, and with each off alone.
+
+    ladder          every switch off, then one more on a rung: what an idea adds to those before it
+    without         the full configuration less one switch: what would be lost without it
+    with            the full configuration and one switch more, of those that it leaves off
+
+Tiles and stages are those of the full configuration throughout, so a rung differs from its neighbour by its idea alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from benchmarks import compare, comparison, plot, rows, without_gpu
+from benchmarks.contenders import Ours
+from benchmarks.peers import GEMM
+from benchmarks.problems import grid, name, problem_of
+from benchmarks.rows import Row
+from benchmarks.tables import Table
+from benchmarks.timing import Budget
+from fa import GENERATIONS
+from fa_common.problem import Problem
+from fa_common.switches import label, ladder, switches, without
+
+SUITE = "ablate"
+PICTURE = rows.ROOT / "docs" / "ablate-latest.svg"
+
+# The problem of the FA3 paper's own ablation, and what it found there.
+VERSION = "fa3"
+HEAD_DIMS = (128,)
+MASKS = ("full",)
+SEQLENS = (8448,)
+BATCH = 4
+HEADS = 16
+[DEFAULT] = grid(HEAD_DIMS, MASKS, SEQLENS, batch=BATCH, heads=HEADS)
+PAPER = (
+    "The FA3 paper's own ablation (its table 2: this shape, fp16, an H100): 661 TFLOP/s; 582 without GEMM-softmax "
+    "pipelining; 570 without warp specialization."
+)
+
+ROUNDS = 20  # four times a comparison's: neighbouring rungs may differ by a percent
+
+WHOLE, GAIN, LOSS = "#08306b", "#4292c6", "#d6604d"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A configuration as one view shows it, beside the one that it is compared with."""
+
+    text: str
+    config: Any
+    before: Any = None  # of a rung: the rung before
+    full: Any = None  # of every other line: the full configuration
+
+
+def lines(full: Any) -> list[Line]:
+    """The three views of a Config's switches. A configuration may stand in more than one of them."""
+    shown, before = [], None
+    for text, config in ladder(full):
+        shown.append(Line(f"{text} = {label(full)}" if config == full else text, config, before=before))
+        before = config
+    for one in switches(full):
+        if getattr(full, one.name):
+            less = without(full, one.name)
+            gone = [f.metadata["label"] for f in switches(full) if getattr(full, f.name) and not getattr(less, f.name)]
+            shown.append(Line(f"without {', '.join(gone)}", less, full=full))
+    for one in switches(full):
+        if not getattr(full, one.name) and all(getattr(full, need) for need in one.metadata["requires"]):
+            shown.append(Line(f"with {one.metadata['label']}", replace(full, **{one.name: True}), full=full))
+    return shown
+
+
+def contenders(version: str, problems: Sequence[Problem]) -> list[Ours]:
+    """Every configuration that the lines of these problems need, once; its name is its switches' label."""
+    configs = [line.config for problem in problems for line in lines(GENERATIONS[version].default_config(problem))]
+    by_label = {label(config): {f.name: getattr(config, f.name) for f in switches(config)} for config in configs}
+    return [Ours(version, text, switched) for text, switched in by_label.items()]
+
+
+def ablate(
+    version: str, problems: Sequence[Problem], budget: Budget, results: Path, picture: Path, console: Console
+) -> int:
+    """Measures the ablation on the current GPU; the exit status is 1 if a configuration failed, 130 if interrupted."""
+    sweep = compare.prepare(contenders(version, problems), problems, budget, results, console, SUITE)
+    status = compare.run(sweep, problems, console, who=lambda row: row.switches_label or row.version)
+    compare.show(sweep, picture, console, tables, draw)
+    return status or int(bool(sweep.failed))
+
+
+def compile_only(version: str, problems: Sequence[Problem], console: Console) -> int:
+    """Shows what each configuration is compiled to; the exit status is 1 if one does not compile."""
+    kinds = without_gpu.kinds_of(problems)
+    for problem in kinds:
+        if reason := GENERATIONS[version].why_not(problem):
+            console.print(f"{version} is missing in {name(problem)}: {reason}", highlight=False)
+    return int(not without_gpu.kernels(contenders(version, kinds), kinds, console, who="configuration"))
+
+
+class Ablation:
+    """What one run measured on one problem, under the lines that this checkout's Config has."""
+
+    def __init__(self, measured: pd.DataFrame):
+        measured = [Row(**record) for record in measured.to_dict("records")]
+        self.version = measured[0].version
+        self.problem = problem_of(measured[0])
+        self.lines = lines(GENERATIONS[self.version].default_config(self.problem))
+        self._rows = {_on(row.config): row for row in measured}
+
+    def row(self, config: Any) -> Row | None:
+        """The row with exactly these switches on; None if there is none."""
+        return None if config is None else self._rows.get(_on(asdict(config)))
+
+    @property
+    def fastest(self) -> float:
+        return max(row.tflops for row in self._rows.values())
+
+    def change(self, config: Any, base: Any) -> float | None:
+        """By how much `config` is faster than `base`, as a fraction; None where one was not measured."""
+        row, other = self.row(config), self.row(base)
+        return None if row is None or other is None else row.tflops / other.tflops - 1
+
+    @property
+    def title(self) -> str:
+        return f"{self.version} one idea at a time, forward, {name(self.problem)}"
+
+    @property
+    def is_the_papers(self) -> bool:
+        """Whether the paper's figures belong under it: its generation and its shape, whatever the dtype."""
+        return self.version == VERSION and replace(self.problem, dtype=DEFAULT.dtype) == DEFAULT
+
+
+def _on(config: Mapping[str, Any]) -> frozenset[str]:
+    """The switches that are on: a Config's fields that are True."""
+    return frozenset(field for field, value in config.items() if value is True)
+
+
+def ablations(run: pd.DataFrame) -> list[Ablation]:
+    """The problems of a run, in the order in which they were measured."""
+    problem = ["version", "dtype", "head_dim", "causal", "batch", "seqlen_q", "heads_q"]
+    return [Ablation(measured) for _, measured in run[run.version != GEMM].groupby(problem, sort=False)]
+
+
+def missing(run: pd.DataFrame) -> list[str]:
+    """What a complete run has and this one has not: each configuration on the default problem."""
+    found = [ablation for ablation in ablations(run) if ablation.problem == DEFAULT]
+    if not found:
+        return [name(DEFAULT)]
+    return [line.text for ablation in found for line in ablation.lines if ablation.row(line.config) is None]
+
+
+def tables(run: pd.DataFrame) -> list[Table]:
+    """A table for each problem of a run: every line's rate, its spread and its change."""
+    stale = comparison.stale_versions(run)
+    return [_table(ablation, ablation.version in stale, comparison.notes(run)) for ablation in ablations(run)]
+
+
+def _table(ablation: Ablation, stale: bool, notes: list[str]) -> Table:
+    rate = "TFLOP/s" + (comparison.STALE if stale else "")
+    columns = ["configuration", rate, "p20 to p80", "to the rung before", "to the top rung"]
+    result = Table(f"{ablation.title} (batch, seqlen, heads)", columns, notes=notes)
+    if ablation.is_the_papers:
+        result.notes.append(PAPER)
+    for line in ablation.lines:
+        row = ablation.row(line.config)
+        measured = [f"{row.tflops:.0f}", "{:.0f} to {:.0f}".format(*_spread(row))] if row else [comparison.NOTHING] * 2
+        changes = [ablation.change(line.config, base) for base in (line.before, line.full)]
+        result.add(line.text, *measured, *(comparison.NOTHING if x is None else f"{x:+.1%}" for x in changes))
+    return result
+
+
+def _spread(row: Row) -> tuple[float, float]:
+    """The rates at the 20th and 80th percentile, the slower first."""
+    return row.tflops * row.ms / row.ms_p80, row.tflops * row.ms / row.ms_p20
+
+
+def draw(run: pd.DataFrame, path: Path) -> None:
+    """Writes a waterfall for each problem of a run: the ladder's foot as a whole bar, then a step for each change."""
+    panels = ablations(run)
+    heights = [0.8 + 0.34 * len(panel.lines) for panel in panels]
+    figure = Figure(figsize=(8.0, sum(heights)), layout="constrained", facecolor="white")
+    axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for panel, ablation in zip(axes, panels, strict=True):
+        places = [y + (0.0 if line.full is None else 0.5) for y, line in enumerate(ablation.lines)]  # a gap in between
+        for y, line in zip(places, ablation.lines, strict=True):
+            _draw_line(panel, ablation, line, y)
+        top = ablation.row(ablation.lines[-1].full)
+        if top is not None:
+            panel.axvline(top.tflops, color=WHOLE, linewidth=0.8, linestyle=":")
+        panel.set_yticks(places, [line.text for line in ablation.lines], fontsize=9)
+        panel.set_ylim(places[-1] + 0.6, -0.6)  # the ladder's foot above, as in the table
+        panel.set_xlim(0, 1.25 * ablation.fastest)  # room for the numbers
+        panel.set_title(ablation.title, fontsize=10)
+        panel.grid(axis="x", alpha=0.3)
+        panel.set_axisbelow(True)
+    axes[-1].set_xlabel("TFLOP/s; a whisker spans the 20th to the 80th percentile", fontsize=9)
+    plot.save(figure, path)
+
+
+def _draw_line(panel: Axes, ablation: Ablation, line: Line, y: float) -> None:
+    """One bar: from what the line is compared with, or zero where that is nothing, to what it reached."""
+    row, base = ablation.row(line.config), ablation.row(line.before or line.full)
+    if row is None:
+        return
+    start = base.tflops if base else 0.0
+    color = WHOLE if base is None else GAIN if row.tflops >= start else LOSS
+    panel.barh(y, row.tflops - start, left=start, color=color, height=0.6)
+    slower, faster = _spread(row)
+    panel.hlines(y, slower, faster, color="black", linewidth=1.0)
+    text = f"{row.tflops:.0f}" if base is None else f"{row.tflops:.0f}  ({row.tflops - start:+.0f})"
+    panel.annotate(text, (max(start, faster), y), (5, 0), textcoords="offset points", va="center", fontsize=8)
