@@ -10,7 +10,7 @@ from fa.dispatch import AUTO, GENERATIONS, resolve, select, why_not
 from fa_common.generation import LaunchShape
 from fa_common.isolated import IsolatedFailure
 from fa_common.problem import Problem, UnsupportedProblem, Window
-from fa_common.report import SHARED_MEMORY_LIMIT, KernelReport, report
+from fa_common.report import RESERVED_SHARED_MEMORY, SHARED_MEMORY_LIMIT, KernelReport, report
 from fa_common.switches import label, switches
 
 NUM_SMS = 132  # of an H100 or H200
@@ -22,7 +22,7 @@ TELLING_INSTRUCTIONS = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "LDSM", "UTMALDG", "
 # What one SM of sm_90 has for the CTAs on it.
 SM_THREADS, SM_CTAS = 2048, 32
 SM_REGISTERS, REGISTERS_UNIT = 65_536, 256  # a warp gets them in units
-SM_SHARED_MEMORY, RESERVED_SHARED_MEMORY = 233_472, 1024  # the system keeps some bytes of each CTA
+SM_SHARED_MEMORY = 233_472  # of which the system keeps RESERVED_SHARED_MEMORY for each CTA
 
 
 @dataclass(frozen=True)

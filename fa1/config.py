@@ -43,10 +43,11 @@ class Config:
 
 
 def default_config(problem: Problem) -> Config:
-    """The tiles measured fastest on an H200 for this head_dim, and as many query splits as fill its 132 SMs.
+    """The tiles measured fastest on an H200 for this head_dim, and enough query splits for two CTAs on each of 132 SMs.
 
     The paper's grid has batch * heads CTAs. The released FA1 code splits the queries further when those do not fill the
-    GPU; so does this default, in powers of two, so that few kernels are compiled. `Config(q_splits=1)` is the paper.
+    GPU; so does this default, in powers of two, so that few kernels are compiled, and down to 128 queries a split.
+    `Config(q_splits=1)` is the paper.
     """
     ctas, q_splits = problem.batch * problem.heads_q, 1
     while ctas * q_splits < 2 * 132 and q_splits * 128 < problem.seqlen_q:

@@ -9,16 +9,16 @@
 
 Time to the right, key block n (S = Q K of a visit, P = softmax of it, O = P V of it, summed over the warps):
 
-    cp.async  | K V  Q0 | Q1              | Q2              | Q3 ...
-    warps     |         | S P O -> O0 m l | S P O -> O1 m l | S P O -> O2 m l
-    HBM       |  O0 m l > < O0 m l, O1 m l > < O1 m l, O2 m l > ...
+    cp.async  | K V  Q0 | Q1                    | Q2                    | Q3 ...
+    warps     |         | S   P   O   merge     | S   P   O   merge     | S   P   O   merge
+    HBM       |         |     ^m l    ^O0 vO0 m l     ^m l    ^O1 vO1 m l     ^m l    ^O2 ...      (^ read, v written)
 
-shared memory, bytes (16-bit types)
-    sK, sV  tile_n * head_dim * 2 each
-    sQ      tile_m * head_dim * 2 * 2                          this visit's queries and the next one's
-    sO      num_warps * tile_m * (head_dim + 8) * 4            each warp's share of O, fp32; 8 against bank conflicts
+shared memory, bytes (16-bit types; width: head_dim, up to whole panels of 64)
+    sK, sV  tile_n * width * 2 each
+    sQ      tile_m * width * 2 * 2                          this visit's queries and the next one's
+    sO      num_warps * tile_m * (width + 8) * 4            each warp's share of O, fp32; 8 against bank conflicts
     statistics  tile_m * (2 * num_warps + 2) * 4
-registers a thread (d = 128, 16 x 256, 4 warps): O 64, S 32, P 16, old O 4 at a time
+registers a thread (d = 128, 16 x 256, 4 warps): O 64, S 32, P 16
 """
 
 import math
@@ -74,10 +74,10 @@ class Tile:
 class Shared:
     """Shared-memory tensors."""
 
-    sQ: cute.Tensor  # (tile_m, head_dim, Q_STAGES)
-    sK: cute.Tensor  # (tile_n, head_dim)
-    sV: cute.Tensor  # (tile_n, head_dim)
-    sO: cute.Tensor  # (tile_m, head_dim, num_warps) fp32
+    sQ: cute.Tensor  # (tile_m, width, Q_STAGES)
+    sK: cute.Tensor  # (tile_n, width)
+    sV: cute.Tensor  # (tile_n, width)
+    sO: cute.Tensor  # (tile_m, width, num_warps) fp32
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Products:
     """This warp's two products, over its own keys: the instruction, the operands and the accumulators."""
 
     mma: cute.TiledMma
-    q: tuple  # (tile_m, head_dim) of each stage
-    k: Operand  # (tile_n / num_warps, head_dim)
-    v: Operand  # (head_dim, tile_n / num_warps)
+    q: tuple  # (tile_m, width) of each stage
+    k: Operand  # (tile_n / num_warps, width)
+    v: Operand  # (width, tile_n / num_warps)
     acc_S: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32
     rP: cute.Tensor  # (MMA, MMA_M, MMA_K) 16-bit, the same thread's share of acc_S
     acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32
@@ -173,7 +173,12 @@ class Forward:
             (layout_Q, layout_K, layout_O),
             mma,
             softmax_scale * math.log2(math.e),
-        ).launch(grid=grid, block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=grid,
+            block=[self.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # all registers to one CTA; without: ptxas aims at three and spills (d = 64: 12 bytes)
+        )
 
     @cute.kernel
     def kernel(self, tensors: tuple, workspaces: tuple, layouts: tuple, mma: cute.TiledMma, scale_log2: Float32):
@@ -197,6 +202,7 @@ class Forward:
             scale_log2=scale_log2,
         )
 
+        # Causal splits differ in work: a later one has more visits. The paper's grid has one split and no such choice.
         split, head, batch = cute.arch.block_idx()
         seqlen_q, seqlen_k = mQ.shape[0], mK.shape[0]
         num_m_blocks = cute.ceil_div(seqlen_q, tile_m)
@@ -308,7 +314,8 @@ class Forward:
         """One visit: S, P and O of a query block against the key block in shared memory, merged into O in HBM."""
         products, shared, copies = working_set
         tile_m = self.config.tile_m
-        # K, V and this visit's Q have arrived for every thread; every warp is done with sQ of the visit before.
+        # K, V and this visit's Q have arrived for every thread; every thread has merged the visit before, so that sO,
+        # the statistics and the other stage of sQ may be written again.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if m_block + 1 < tile.m_end:
@@ -328,7 +335,7 @@ class Forward:
         products.acc_O.fill(0.0)
         multiply_registers(products.mma, products.acc_O, products.rP, products.v)
         self.share(products, shared)
-        # Every warp's share of O and the row statistics are in shared memory.
+        # Every warp's share of O and the row statistics are in shared memory; every warp has read the others' maxima.
         cute.arch.sync_threads()
         self.store(n_block, m_block, tile, tensors, workspaces, shared, softmax)
 
@@ -353,9 +360,10 @@ class Forward:
         shared: Shared,
         softmax: OnlineSoftmax,
     ):
-        """Merges the warps' shares into O and writes O, m and l back to HBM; on a row's last visit out and LSE.
+        """Merges the warps' shares into O and writes O, m and l back to HBM; on a row's last visit out and LSE instead.
 
-        A thread reads and writes the same elements of O at every visit, so no other thread need wait for them.
+        A thread reads and writes the same elements of O at every visit. m and l cross threads: between this visit's
+        write and the next visit's read lies at least the barrier at the start of that visit.
         """
         tile_m, tile_n = self.config.tile_m, self.config.tile_n
         mAcc, mMax, mSum = workspaces
@@ -384,12 +392,13 @@ class Forward:
                 else:
                     cute.autovec_copy(rO, gAcc)
                 if column == 0:
-                    mMax[tile.batch, tile.head, query] = softmax.row_max[row]
-                    mSum[tile.batch, tile.head, query] = row_sum
                     if n_block == last_block:
                         log2_sum = cute.math.log2(row_sum, fastmath=True)
                         lse = (softmax.row_max[row] * softmax.scale_log2 + log2_sum) * math.log(2.0)
                         mLSE[tile.batch, tile.head, query] = -Float32.inf if no_key else lse
+                    else:
+                        mMax[tile.batch, tile.head, query] = softmax.row_max[row]
+                        mSum[tile.batch, tile.head, query] = row_sum
 
     @cute.jit
     def merge(self, shared: Shared, row: Int32, column: Int32, gAcc: cute.Tensor, old: tuple) -> cute.Tensor:

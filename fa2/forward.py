@@ -13,9 +13,9 @@ Time to the right (S = Q K of a block, P = softmax of it, O = P V of it):
     cp.async  | Q K3 | V3 | K2      | V2 | K1      | V1 | K0      | V0 |
     warps     |      | S3 | P3 O3   | S2 | P2 O2   | S1 | P1 O1   | S0 | P0 O0
 
-shared memory, bytes (16-bit types)
-    sQ      tile_m * head_dim * 2             O leaves through the same rows
-    sK, sV  tile_n * head_dim * 2 each
+shared memory, bytes (16-bit types; width: head_dim, up to whole panels of 64)
+    sQ      tile_m * width * 2             O leaves through the same rows
+    sK, sV  tile_n * width * 2 each
 registers a thread (d = 128, 128 x 128, 8 warps): O 64, S 64, P 32
 """
 
@@ -71,9 +71,9 @@ class Tile:
 class Shared:
     """Shared-memory tensors."""
 
-    sQ: cute.Tensor  # (tile_m, head_dim)
-    sK: cute.Tensor  # (tile_n, head_dim)
-    sV: cute.Tensor  # (tile_n, head_dim)
+    sQ: cute.Tensor  # (tile_m, width)
+    sK: cute.Tensor  # (tile_n, width)
+    sV: cute.Tensor  # (tile_n, width)
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Products:
     """This warp's two products: the instruction, the operands and the accumulators."""
 
     mma: cute.TiledMma
-    q: Operand  # (tile_m, head_dim)
-    k: Operand  # (tile_n, head_dim)
-    v: Operand  # (head_dim, tile_n)
+    q: Operand  # (tile_m, width)
+    k: Operand  # (tile_n, width)
+    v: Operand  # (width, tile_n)
     acc_S: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32
     rP: cute.Tensor  # (MMA, MMA_M, MMA_K) 16-bit, the same thread's share of acc_S
     acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32

@@ -10,6 +10,7 @@ changed since fa2
   - The products are WGMMA, asynchronous and straight from shared memory.
   - Ping-pong: one warpgroup's softmax runs under another's products (section 3.1).
   - Inside a warpgroup, the softmax of a block runs under P V of the block before (section 3.2).
+  - From elsewhere: O is rescaled only when it must be (lazy rescale, FA4); K and V by multicast (off by default).
 
 unchanged
   - The loop: queries outer and over the grid, O in registers and not normalised, only LSE saved, hidden blocks skipped.

@@ -29,7 +29,7 @@ class Config:
     stages: int = 2  # K/V blocks in flight in shared memory
     pingpong: bool = switch("ping-pong", "FA3 3.1")
     overlap_gemm_softmax: bool = switch("GEMM-softmax overlap", "FA3 3.2")
-    lazy_rescale: bool = switch("lazy rescale", "FA4")  # of O, only once a row maximum has risen by a factor of 256
+    lazy_rescale: bool = switch("lazy rescale", "FA4")  # of O, only once P would outgrow 2^8
     cluster: bool = switch("2-CTA multicast", "FA3 code", default=False)  # two CTAs load each K/V block for both
 
     def __post_init__(self):
@@ -59,7 +59,7 @@ def default_config(problem: Problem) -> Config:
         return Config(tile_m=192, tile_n=96, stages=2)
     if problem.head_dim <= 128:
         if problem.causal and problem.seqlen_k < 4096:
-            # Short rows: 192 rows would mask up to three blocks of each tile's few.
+            # Short rows: 192 rows would mask three or four blocks of each tile's few.
             return Config(tile_m=128, tile_n=128, stages=2)
         # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
         return Config(tile_m=192, tile_n=80, stages=2 if problem.causal else 3)

@@ -9,7 +9,8 @@ changed since fa2
   - Optionally two CTAs form a cluster, and each loads half of every K/V block for both (multicast).
 unchanged
   - One CTA per query block, head and batch; queries outer, keys inner, from the last visible block to the first.
-  - O un-normalised in registers, one division at the end, only LSE saved; only blocks on an edge are masked.
+  - O un-normalised in registers, one division at the end, only LSE saved; only the last visible block and those on the
+    diagonal are masked.
 
 Time to the right, two consumer warpgroups (S = Q K of a block, P = softmax of it, O = P V of it):
 
@@ -18,9 +19,9 @@ Time to the right, two consumer warpgroups (S = Q K of a block, P = softmax of i
     softmax 0 |     P3 |       P2      |      P1       |      P0       |
     softmax 1 |        P3'   |      P2'      |      P1'      |      P0'
 
-shared memory, bytes (16-bit types; stages s)
-    sQ      tile_m * head_dim * 2             each consumer warpgroup's 64 rows apart; O leaves through the same rows
-    sK, sV  tile_n * head_dim * 2 * s each
+shared memory, bytes (16-bit types; stages s; width: head_dim, up to 64, 96, 128, 192 or 256)
+    sQ      tile_m * width * 2             each consumer warpgroup's 64 rows apart; O leaves through the same rows
+    sK, sV  tile_n * width * 2 * s each
 registers a consumer thread (d = 128, 192 x 80, 160 of them): O 64, S 40, P 20
 """
 
@@ -75,9 +76,9 @@ class Tile:
 class Shared:
     """Shared-memory tensors; the last mode counts warpgroups (sQ, sO) or stages (sK, sV)."""
 
-    sQ: cute.Tensor  # (64, head_dim, warpgroups)
-    sK: cute.Tensor  # (tile_n, head_dim, stages)
-    sV: cute.Tensor  # (head_dim, tile_n, stages): V^T, as P V wants its B operand
+    sQ: cute.Tensor  # (64, width, warpgroups)
+    sK: cute.Tensor  # (tile_n, width, stages)
+    sV: cute.Tensor  # (width, tile_n, stages): V^T, as P V wants its B operand
     sO: cute.Tensor  # sQ's memory, once Q is done with
 
 
@@ -111,6 +112,7 @@ class Forward:
     def __init__(self, key: KernelKey):
         self.config = key.config
         self.dtype = DTYPES[key.dtype]
+        self.head_dim = key.head_dim
         # Tiles are as wide as the next width that WGMMA layouts like; TMA loads zeros past head_dim and stores nothing.
         self.width = next(width for width in WIDTHS if width >= key.head_dim)
         self.causal = key.causal
@@ -161,7 +163,7 @@ class Forward:
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_K)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_V)], 1024]
 
-        check_shared_memory(Storage.size_in_bytes(), self.config, self.width)
+        check_shared_memory(Storage.size_in_bytes(), self.config, self.head_dim)
         self.Storage = Storage
 
         num_m_blocks = cute.ceil_div(mQ.shape[0], tile_m)
@@ -242,7 +244,12 @@ class Forward:
 
     def pipelines(self, storage, layouts: tuple) -> Pipes:
         """Each stage has a full barrier, which TMA's bytes complete, and an empty one, at which every consumer warp
-        arrives: those of all CTAs in the cluster, since TMA writes a block into all of them."""
+        arrives: those of all CTAs in the cluster, since TMA writes a block into all of them. Q, loaded once, is never
+        released.
+
+        The pipeline is told threads and counts one arrival a warp and CTA of the cluster, which lies along M of its
+        (V, M, N, K) layout: B operands, K and V, are what CTAs along M share.
+        """
 
         def make(barriers, layout, num_stages, copies, cluster_size):
             return pipeline.PipelineTmaAsync.create(
@@ -379,7 +386,7 @@ class Forward:
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         self.mask(tile.num_blocks - 1, tile, products)
-        softmax.step(products.acc_S)
+        softmax.step(products.acc_S)  # O is still zero: nothing to rescale
         round_to_operand_a(products.acc_S, products.rP)
         k_state.advance()
         return k_state
@@ -431,9 +438,9 @@ class Forward:
         """S of block n and O += P V of block n + 1; the softmax of n runs while P V is still in the tensor cores."""
         k_state, v_state = states
         pipes.k.consumer_wait(k_state)
+        pipes.v.consumer_wait(v_state)  # loaded before K of n: no wait in practice, and none while holding the gate
         self.wait_at_gate(tile)
         self.issue_scores(products, k_state)
-        pipes.v.consumer_wait(v_state)
         self.issue_output(products, v_state)
         self.open_next_gate(tile)
         # All but the newest product, P V, are done: S is readable and this stage of K may be refilled.
@@ -492,7 +499,10 @@ class Forward:
 
     @cute.jit
     def open_first_gate(self, tile: Tile):
-        """The last warpgroup lets the first one through; from then on each lets the next one through."""
+        """The last warpgroup lets the first one through; from then on each lets the next one through.
+
+        Its last opening of gate 0 finds nobody waiting; barriers end with the CTA.
+        """
         if const_expr(self.config.pingpong):
             if tile.warpgroup == self.num_consumers - 1:
                 self.open_next_gate(tile)

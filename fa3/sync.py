@@ -19,8 +19,9 @@ class NamedBarrier(IntEnum):
     OUTPUT = 4
 
 
-# (producer, consumer) registers a thread after setmaxnreg, by the number of consumer warpgroups. setmaxnreg waits for
-# ever when the sum exceeds the register file, so the sum is checked where the kernel is built.
+# (producer, consumer) registers a thread after setmaxnreg, by the number of consumer warpgroups: multiples of 8, at
+# most 256, the consumers as many as the producer's few leave. setmaxnreg waits for ever when the sum exceeds the
+# register file, so the sum is checked where the kernel is built.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_FILE = 65536
 

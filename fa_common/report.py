@@ -24,6 +24,7 @@ from fa_common.disk_cache import warn_memory_only
 from fa_common.isolated import run_isolated
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes a CTA can have on sm_90: the SM's 228 KiB less 1 KiB that the system keeps
+RESERVED_SHARED_MEMORY = 1024  # that 1 KiB; a cubin's section of static shared memory counts it
 
 _SPILLS = re.compile(r"bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _BARRIERS = re.compile(r"Used \d+ registers, used (\d+) barriers")
@@ -156,7 +157,7 @@ def parse_cubin(cubin: bytes) -> tuple[int, int, int]:
                 elif attribute == _EIATTR_FRAME_SIZE:
                     stacks.append(value)
         elif name.startswith(".nv.shared.") and kind == _SHT_NOBITS and "reserved" not in name:
-            shared.append(size)
+            shared.append(max(0, size - RESERVED_SHARED_MEMORY))
     if not registers or not stacks:
         raise ValueError("a cubin with a kernel is needed: this one has no .nv.info on registers and stack")
     return max(registers), max(stacks), max(shared)

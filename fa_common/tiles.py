@@ -55,8 +55,8 @@ def as_operand_a(acc_layout: cute.Layout) -> cute.Layout:
 def rounded_pair(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Uint32:
     """Two fp32 values rounded to `dtype`, packed into one register.
 
-    A volatile instruction for the compiler's sake: an ordinary conversion is moved down to where P is used, behind the
-    WGMMAs of the next block, which keeps P alive in fp32 too (C7512: all WGMMAs serialised for want of registers).
+    Inline assembly for the compiler's sake: it moves an ordinary conversion down to where P is used, behind the WGMMAs
+    of the next block, which keeps P alive in fp32 too (C7512: all WGMMAs serialised for want of registers).
     """
     name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     packed = llvm.inline_asm(
@@ -98,7 +98,7 @@ def visible_blocks(first_query: Int32, tile_m: int, tile_n: int, seqlens: tuple,
 def mask_scores(acc_S: cute.Tensor, tScS: cute.Tensor, origin: tuple, seqlens: tuple, causal: cutlass.Constexpr):
     """Sets the scores of keys that a query does not see to -inf; `origin` is the tile's first (query, key).
 
-    A select for each element, never a branch: branches cost more than half of the speed (docs/dsl-notes.md).
+    A select for each element, not a branch (docs/dsl-notes.md).
     """
     S, cS = as_rows_and_columns(acc_S), as_rows_and_columns(tScS)
     first_query, first_key = origin
@@ -167,7 +167,7 @@ def fake_rows(shape: tuple) -> cute.Tensor:
 # 16-byte chunk c stands at place c XOR (row mod 8), so that the eight rows one ldmatrix phase reads hit all 32 banks.
 # Steps of eight rows or of a panel leave that XOR alone: they are immediate offsets. A step of 16 columns flips bits of
 # it: one more XOR with a constant. The copies below say so outright. Left to a swizzled layout, the compiler kept an
-# address register for each of the 80 ldmatrix of a loop, and spilled (docs/dsl-notes.md).
+# address register for each ldmatrix of a loop, up to 80, and spilled (docs/dsl-notes.md).
 
 PANEL = 64  # columns of a 128-byte row
 CHUNK = 8  # elements of 16 bytes
@@ -192,25 +192,6 @@ def swizzled_offset(row: Int32, column: Int32, rows: int) -> Int32:
 def shared_pointer(dtype: type, address: Int32, align: int) -> cute.Pointer:
     """A pointer from a byte address that is known to be aligned (`Pointer.align` would round it up, at run time)."""
     return cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align)
-
-
-@dsl_user_op
-def columns_further(address: Int32, columns: int, *, loc=None, ip=None) -> Int32:
-    """The address of the 16 bytes `columns` (16, 32 or 48) further in a swizzled row of a 128-byte aligned shared tile.
-
-    A volatile instruction for the compiler's sake: an ordinary XOR is moved out of the loop, and the registers that
-    hold its results for Q, K and V spill (d = 128, 128 x 64: 59 local loads and stores instead of 44).
-    """
-    further = llvm.inline_asm(
-        T.i32(),
-        [Int32(address).ir_value(loc=loc, ip=ip)],
-        f"xor.b32 $0, $1, {columns * 2};",
-        "=r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    return Int32(further)
 
 
 @dataclass(frozen=True)
@@ -339,9 +320,8 @@ class Operand:
     def load(self, i: int, k_step: int) -> None:
         """Reads one ldmatrix.x4: 16 rows of M or N, the i-th such group, by the 16 of a k-step."""
         row, column = (k_step * 16, i * 16) if self.transpose else (i * self.rows_apart, k_step * 16)
-        address = self.address
-        if column % PANEL:
-            address = columns_further(address, column % PANEL)
+        # The XOR is on byte addresses: the tile starts at a multiple of 128 bytes.
+        address = self.address ^ (column % PANEL * 2)
         address = address + (column // PANEL * (self.num_rows * PANEL) + row * PANEL) * 2
         source = shared_pointer(self.registers.element_type, address, align=16)
         cute.copy(self.atom, cute.make_tensor(source, cute.make_layout((CHUNK,))), self.filled[None, i, k_step])
