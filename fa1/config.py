@@ -52,6 +52,7 @@ def default_config(problem: Problem) -> Config:
     ctas, q_splits = problem.batch * problem.heads_q, 1
     while ctas * q_splits < 2 * 132 and q_splits * 128 < problem.seqlen_q:
         q_splits *= 2
+    # Timed at head_dim 64 and 128; beyond, the largest tiles that fit and do not spill.
     tile_m = 32 if problem.head_dim <= 64 else 16
     tile_n = 256 if problem.head_dim <= 128 else 128  # K and V of 256 keys would not fit into shared memory
     return Config(tile_m=tile_m, tile_n=tile_n, q_splits=q_splits)

@@ -297,6 +297,7 @@ class Forward:
         """Starts the copy of one query block."""
         num_rows = tile.seqlen_q - m_block * self.config.tile_m
         copies.q.load_rows(copies.tQgQ[None, None, None, m_block], copies.tQsQ[stage], num_rows)
+        # With the first queries of a key block go its K and V; the visit of these queries waits for the group.
         cute.arch.cp_async_commit_group()
 
     @cute.jit

@@ -201,6 +201,7 @@ class Forward:
         n_block = tile.num_blocks - 1
         tKgK = copies.tKgK[None, None, None, n_block]
         kv_copy.load_rows(tKgK, copies.tKsK, tile.seqlen_k - n_block * tile_n)
+        # Q and the last visible block of K are one group; the first `block` waits for it.
         cute.arch.cp_async_commit_group()
         return copies
 
@@ -257,6 +258,7 @@ class Forward:
         cute.arch.sync_threads()
         if n_block > 0:
             copies.kv.load(copies.tKgK[None, None, None, n_block - 1], copies.tKsK)
+        # K of n - 1; the next `block` waits for it.
         cute.arch.cp_async_commit_group()
         if const_expr(masked):
             self.mask(n_block, tile, products)
@@ -273,6 +275,7 @@ class Forward:
             copies.kv.load_rows(tVgV, copies.tVsV, num_rows)
         else:
             copies.kv.load(tVgV, copies.tVsV)
+        # V of n; this `block` waits for it when S is done.
         cute.arch.cp_async_commit_group()
 
     def mask(self, n_block: Int32, tile: Tile, products: Products) -> None:

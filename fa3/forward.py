@@ -294,6 +294,7 @@ class Forward:
 
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        # Never waits, Q being loaded once: it tells the full barrier how many bytes to expect.
         pipes.q.producer_acquire(q_state)
         for w in cutlass.range_constexpr(self.num_consumers):
             m_block = tile.m_block * self.num_consumers + w
@@ -304,6 +305,7 @@ class Forward:
             pipes.k.producer_acquire(kv_state)
             k_full = pipes.k.producer_get_barrier(kv_state)
             self.load_block(tma_K, tKgK[None, n_block], tKsK[None, kv_state.index], k_full)
+            # The same for V, whose stage is released later than K's.
             pipes.v.producer_acquire(kv_state)
             v_full = pipes.v.producer_get_barrier(kv_state)
             self.load_block(tma_V, tVgV[None, n_block], tVsV[None, kv_state.index], v_full)
@@ -379,10 +381,12 @@ class Forward:
     @cute.jit
     def first_scores(self, tile: Tile, products: Products, softmax: OnlineSoftmax, pipes: Pipes, k_state):
         """S and P of the last visible block; there is no P V to run beside it yet."""
+        # TMA has written K of this block.
         pipes.k.consumer_wait(k_state)
         self.wait_at_gate(tile)
         self.issue_scores(products, k_state)
         self.open_next_gate(tile)
+        # S is done: it is readable, and this stage of K may be refilled.
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         self.mask(tile.num_blocks - 1, tile, products)
@@ -404,6 +408,7 @@ class Forward:
     ):
         """S of block n and O += P V of block n + 1; both are finished before the softmax begins."""
         k_state, v_state = states
+        # TMA has written K of n and V of n + 1.
         pipes.k.consumer_wait(k_state)
         pipes.v.consumer_wait(v_state)
         self.wait_at_gate(tile)
@@ -437,6 +442,7 @@ class Forward:
     ):
         """S of block n and O += P V of block n + 1; the softmax of n runs while P V is still in the tensor cores."""
         k_state, v_state = states
+        # TMA has written K of n and V of n + 1.
         pipes.k.consumer_wait(k_state)
         pipes.v.consumer_wait(v_state)  # loaded before K of n: no wait in practice, and none while holding the gate
         self.wait_at_gate(tile)
@@ -466,8 +472,10 @@ class Forward:
     @cute.jit
     def last_product(self, products: Products, pipes: Pipes, v_state):
         """O += P V of key block 0, whose scores the loop left in rP."""
+        # TMA has written V of block 0.
         pipes.v.consumer_wait(v_state)
         self.issue_output(products, v_state)
+        # O is complete, and nothing reads V any more: in a cluster the other CTA's producer waits to hear so.
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
 

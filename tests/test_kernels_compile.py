@@ -16,9 +16,9 @@ HOPPER = {"HGMMA", "UTMALDG", "UTMASTG"}  # WGMMA, TMA loads, TMA stores
 HAS = {"fa1": AMPERE, "fa2": AMPERE, "fa3": HOPPER}
 HAS_NOT = {"fa1": HOPPER, "fa2": HOPPER, "fa3": AMPERE}
 
-# Each width that a tile can have, and one head_dim that does not fill its tile.
+# Each width that a tile can have, and head_dims that end inside their tile.
 HEAD_DIMS = {64: ("float16", "bfloat16"), 128: ("float16", "bfloat16"), 256: ("float16", "bfloat16")}
-HEAD_DIMS |= dict.fromkeys((40, 96, 192), ("bfloat16",))
+HEAD_DIMS |= dict.fromkeys((40, 72, 96, 136, 192, 200), ("bfloat16",))
 # A default may depend on the length and on how well the GPU is filled.
 SMALL, LARGE = (1, 512, 512, 8, 8), (64, 4096, 4096, 32, 32)
 
