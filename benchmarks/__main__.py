@@ -9,9 +9,12 @@ from rich.console import Console
 
 import benchmarks.ablate
 import benchmarks.compare
+import benchmarks.decode
 import benchmarks.doctor
 import benchmarks.gpu_tests
 import benchmarks.report
+import benchmarks.shapes
+import benchmarks.sustained
 import benchmarks.without_gpu
 from benchmarks import machine
 from benchmarks.peers import PEERS
@@ -28,7 +31,7 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 def console() -> Console:
     """As wide as the terminal; wide enough for every table where the output goes to a file."""
     out = Console()
-    return out if out.is_terminal else Console(width=160)
+    return out if out.is_terminal else Console(width=200)
 
 
 def several(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -68,6 +71,14 @@ def problems_of(*arguments: Any, **shape: int) -> list[Problem]:
         raise typer.BadParameter(str(error)) from None
 
 
+def nothing_measured(out: Console) -> bool:
+    """Whether no speed can be measured here; says why."""
+    reason = machine.why_no_hopper()
+    if reason:
+        out.print(f"No speed is measured here: {reason}. What needs no GPU:")
+    return reason is not None
+
+
 def typed(**options: Iterable) -> dict[str, str]:
     """Several values of each option, as they would be typed."""
     return {option: ",".join(map(str, values)) for option, values in options.items()}
@@ -77,7 +88,19 @@ SWEEP = typed(head_dim=HEAD_DIMS, mask=MASKS, seqlen=SEQLENS, dtype=DTYPES, vers
 ABLATION = typed(
     head_dim=benchmarks.ablate.HEAD_DIMS, mask=benchmarks.ablate.MASKS, seqlen=benchmarks.ablate.SEQLENS, dtype=DTYPES
 )
-
+SHAPES = typed(
+    head_dim=benchmarks.shapes.HEAD_DIMS,
+    mask=MASKS,
+    seqlen=benchmarks.shapes.SEQLENS,
+    versions=benchmarks.shapes.VERSIONS,
+)
+SUSTAINED = typed(versions=benchmarks.sustained.VERSIONS, peers=benchmarks.sustained.DEFAULT_PEERS)
+DECODE = typed(
+    batch=benchmarks.decode.BATCHES,
+    seqlen=benchmarks.decode.SEQLENS,
+    versions=benchmarks.decode.VERSIONS,
+    peers=benchmarks.decode.DEFAULT_PEERS,
+)
 
 HeadDims = Annotated[Any, typer.Option(parser=several_numbers, metavar="D,D")]
 Masks = Annotated[Any, typer.Option(parser=several(MASKS), metavar="MASK,MASK")]
@@ -86,6 +109,13 @@ Dtypes = Annotated[Any, typer.Option(parser=several(("bfloat16", "float16")), me
 Versions = Annotated[Any, typer.Option(parser=several(GENERATIONS), metavar="V,V")]
 Peers = Annotated[Any, typer.Option(parser=several(PEERS), metavar="P,P", help='"" for none.')]
 Switched = Annotated[Any, typer.Option(parser=one_with_switches, metavar="V", help="A generation with switches.")]
+Causal = Annotated[bool, typer.Option("--causal", help="Short for --mask causal.")]
+Positive = Annotated[int, typer.Option(min=1)]
+AnyHeads = Annotated[int | None, typer.Option(min=1, help="As many as make up 2048 with head_dim if left out.")]
+AnyBatch = Annotated[int | None, typer.Option(min=1, help="As many as make up 16384 tokens if left out.")]
+HeadsKv = Annotated[int | None, typer.Option(min=1, help="As many as query heads if left out.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds in which they take turns.")]
+Decoders = Annotated[Any, typer.Option(parser=several(benchmarks.decode.DECODERS), metavar="P,P", help='"" for none.')]
 Results = Annotated[Path, typer.Option(help="Where rows are kept, as <gpu>/<suite>.jsonl.")]
 Picture = Annotated[Path, typer.Option(help="Where this run is drawn.")]
 
@@ -110,8 +140,7 @@ def compare(
     """
     out = console()
     problems = problems_of(head_dim, mask, QUICK_SEQLENS if quick else seqlen, dtype)
-    if reason := machine.why_no_hopper():
-        out.print(f"No speed is measured here: {reason}. What needs no GPU:")
+    if nothing_measured(out):
         raise typer.Exit(benchmarks.without_gpu.compare(problems, versions, out))
     budget = Budget(rounds=2 if quick else repeats)
     raise typer.Exit(benchmarks.compare.compare(problems, [*versions, *peers], budget, results, picture, out))
@@ -122,11 +151,13 @@ def ablate(
     version: Switched = benchmarks.ablate.VERSION,
     head_dim: HeadDims = ABLATION["head_dim"],
     mask: Masks = ABLATION["mask"],
+    causal: Causal = False,
     seqlen: Seqlens = ABLATION["seqlen"],
-    batch: Annotated[int, typer.Option(min=1)] = benchmarks.ablate.BATCH,
-    heads: Annotated[int, typer.Option(min=1)] = benchmarks.ablate.HEADS,
+    batch: Positive = benchmarks.ablate.BATCH,
+    heads: Positive = benchmarks.ablate.HEADS,
+    heads_kv: HeadsKv = None,
     dtype: Dtypes = ABLATION["dtype"],
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which they take turns.")] = benchmarks.ablate.ROUNDS,
+    repeats: Rounds = benchmarks.ablate.ROUNDS,
     results: Results = RESULTS,
     picture: Picture = benchmarks.ablate.PICTURE,
 ) -> None:
@@ -136,17 +167,104 @@ def ablate(
     configurations was compiled to.
     """
     out = console()
-    problems = problems_of(head_dim, mask, seqlen, dtype, batch=batch, heads=heads)
-    if reason := machine.why_no_hopper():
-        out.print(f"No speed is measured here: {reason}. What needs no GPU:")
+    masks = ("causal",) if causal else mask
+    problems = problems_of(head_dim, masks, seqlen, dtype, batch=batch, heads=heads, heads_kv=heads_kv)
+    if nothing_measured(out):
         raise typer.Exit(benchmarks.ablate.compile_only(version, problems, out))
     raise typer.Exit(benchmarks.ablate.ablate(version, problems, Budget(rounds=repeats), results, picture, out))
 
 
 @app.command()
-def doctor(results: Results = RESULTS) -> None:
+def shapes(
+    head_dim: HeadDims = SHAPES["head_dim"],
+    mask: Masks = SHAPES["mask"],
+    seqlen: Seqlens = SHAPES["seqlen"],
+    versions: Versions = SHAPES["versions"],
+    peers: Peers = "",
+    repeats: Rounds = Budget.rounds,
+    results: Results = RESULTS,
+) -> None:
+    """Measure fp16, grouped heads, packed sequences, a sliding window and softcap against plain attention.
+
+    Anywhere but on a Hopper GPU it shows what it would measure, the errors of the algorithms, and what the kernels were
+    compiled to.
+    """
+    out = console()
+    problems_of(head_dim, mask, seqlen)  # an option that is wrong says so
+    problems = benchmarks.shapes.shapes(head_dim, mask, seqlen)
+    if nothing_measured(out):
+        raise typer.Exit(benchmarks.shapes.without_a_gpu(problems, versions, out))
+    raise typer.Exit(benchmarks.shapes.measure(problems, [*versions, *peers], Budget(rounds=repeats), results, out))
+
+
+@app.command()
+def sustained(
+    head_dim: Positive = benchmarks.sustained.DEFAULT.head_dim,
+    mask: Masks = "full",
+    causal: Causal = False,
+    seqlen: Positive = benchmarks.sustained.DEFAULT.seqlen_q,
+    batch: AnyBatch = None,
+    heads: AnyHeads = None,
+    dtype: Dtypes = SWEEP["dtype"],
+    versions: Versions = SUSTAINED["versions"],
+    peers: Peers = SUSTAINED["peers"],
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each loop.")] = benchmarks.sustained.SECONDS,
+    results: Results = RESULTS,
+) -> None:
+    """Measure one problem in a loop of seconds, where power sets the clock, beside a burst of it.
+
+    Anywhere but on a Hopper GPU it shows what the kernels were compiled to.
+    """
+    out = console()
+    masks = ("causal",) if causal else mask
+    problem, *others = problems_of([head_dim], masks, [seqlen], dtype, batch=batch, heads=heads)
+    if others:
+        raise typer.BadParameter("one mask and one dtype are needed")
+    if nothing_measured(out):
+        raise typer.Exit(benchmarks.sustained.compile_only(problem, versions, out))
+    everyone = [*versions, *peers]
+    raise typer.Exit(benchmarks.sustained.measure(problem, everyone, seconds, Budget(), results, out))
+
+
+@app.command()
+def decode(
+    batch: Annotated[Any, typer.Option(parser=several_numbers, metavar="B,B")] = DECODE["batch"],
+    seqlen: Annotated[Any, typer.Option(parser=several_numbers, metavar="N,N", help="Of the cache.")] = DECODE[
+        "seqlen"
+    ],
+    seqlen_q: Annotated[int, typer.Option(min=1, help="New tokens of each sequence.")] = 1,
+    heads: Positive = benchmarks.decode.HEADS,
+    heads_kv: Positive = benchmarks.decode.HEADS_KV,
+    head_dim: Positive = benchmarks.decode.HEAD_DIM,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    versions: Annotated[Any, typer.Option(parser=several(benchmarks.decode.VERSIONS))] = DECODE["versions"],
+    peers: Decoders = DECODE["peers"],
+    num_splits: Annotated[int, typer.Option(min=0, help="Of the keys, for ours; 0 leaves it to the call.")] = 0,
+    repeats: Rounds = Budget.rounds,
+    results: Results = RESULTS,
+) -> None:
+    """Measure the attention of a new token to a long cache of K and V, in bytes of the cache a second.
+
+    Anywhere but on a Hopper GPU it shows what it would measure, and the errors on a small cache.
+    """
+    out = console()
+    if dtype not in benchmarks.decode.DTYPES:
+        raise typer.BadParameter(f"{dtype}: choose from {', '.join(benchmarks.decode.DTYPES)}")
+    shape = {"seqlen_q": seqlen_q, "heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "dtype": dtype}
+    try:
+        problems = benchmarks.decode.cells(batch, seqlen, **shape)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    everyone = [*versions, *peers]
+    if nothing_measured(out):
+        raise typer.Exit(benchmarks.decode.without_a_gpu(problems, everyone, out))
+    raise typer.Exit(benchmarks.decode.measure(problems, everyone, num_splits, Budget(rounds=repeats), results, out))
+
+
+@app.command()
+def doctor(versions: Versions = SWEEP["versions"], results: Results = RESULTS) -> None:
     """Say what this machine can run and why not; on a Hopper GPU, measure what a call costs the host."""
-    raise typer.Exit(benchmarks.doctor.examine(results, console()))
+    raise typer.Exit(benchmarks.doctor.examine(versions, results, console()))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

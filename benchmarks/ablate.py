@@ -5,11 +5,13 @@
     with            the full configuration and one switch more, of those that it leaves off
 
 Tiles and stages are those of the full configuration throughout, so a rung differs from its neighbour by its idea alone.
+A configuration that there cannot be, because a rule of its Config forbids it, is a line with the rule and no number.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import pandas as pd
@@ -18,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks import compare, comparison, plot, rows, without_gpu
-from benchmarks.contenders import Ours
+from benchmarks.contenders import Ours, default_choices, switched
 from benchmarks.peers import GEMM
 from benchmarks.problems import grid, name, problem_of
 from benchmarks.rows import Row
@@ -26,7 +28,7 @@ from benchmarks.tables import Table
 from benchmarks.timing import Budget
 from fa import GENERATIONS
 from fa_common.problem import Problem
-from fa_common.switches import label, ladder, switches, without
+from fa_common.switches import label, switches, without
 
 SUITE = "ablate"
 PICTURE = rows.ROOT / "docs" / "ablate-latest.svg"
@@ -46,6 +48,7 @@ PAPER = (
 
 ROUNDS = 20  # four times a comparison's: neighbouring rungs may differ by a percent
 
+LABEL_WIDTH = 44  # characters of a line's name in the picture, before it is broken
 WHOLE, GAIN, LOSS = "#08306b", "#4292c6", "#d6604d"
 
 
@@ -54,33 +57,74 @@ class Line:
     """A configuration as one view shows it, beside the one that it is compared with."""
 
     text: str
-    config: Any
+    config: Any  # None for one that there cannot be
     before: Any = None  # of a rung: the rung before
     full: Any = None  # of every other line: the full configuration
+    why_not: str | None = None  # why there cannot be this configuration
+
+    @property
+    def is_rung(self) -> bool:
+        return self.full is None
 
 
 def lines(full: Any) -> list[Line]:
     """The three views of a Config's switches. A configuration may stand in more than one of them."""
-    shown, before = [], None
-    for text, config in ladder(full):
-        shown.append(Line(f"{text} = {label(full)}" if config == full else text, config, before=before))
-        before = config
+    return [*_rungs(full), *_one_off(full), *_one_more(full)]
+
+
+def _rungs(full: Any) -> Iterator[Line]:
+    """The ladder, as `fa_common.switches.ladder` climbs it; a rung that there cannot be is passed over by the next."""
+    on, before = dict.fromkeys([one.name for one in switches(full)], False), None
+    for one in [None, *(one for one in switches(full) if getattr(full, one.name))]:
+        text = f"+ {one.metadata['label']}" if one else "all off"
+        on |= {one.name: True} if one else {}
+        config, why_not = _legal(lambda on=on: switched(full, on))
+        yield Line(f"{text} = {label(full)}" if config == full else text, config, before=before, why_not=why_not)
+        before = config or before
+
+
+def _one_off(full: Any) -> Iterator[Line]:
+    """The full configuration less one switch and less what stands on it."""
     for one in switches(full):
         if getattr(full, one.name):
-            less = without(full, one.name)
-            gone = [f.metadata["label"] for f in switches(full) if getattr(full, f.name) and not getattr(less, f.name)]
-            shown.append(Line(f"without {', '.join(gone)}", less, full=full))
+            less, why_not = _legal(lambda name=one.name: without(_relaxed(full, name), name))
+            gone = [f for f in switches(full) if less and getattr(full, f.name) > getattr(less, f.name)] or [one]
+            text = f"without {', '.join(f.metadata['label'] for f in gone)}"
+            yield Line(text, less, full=full, why_not=why_not)
+
+
+def _one_more(full: Any) -> Iterator[Line]:
+    """The full configuration and one switch more, where it has all that this one stands on."""
     for one in switches(full):
         if not getattr(full, one.name) and all(getattr(full, need) for need in one.metadata["requires"]):
-            shown.append(Line(f"with {one.metadata['label']}", replace(full, **{one.name: True}), full=full))
-    return shown
+            more, why_not = _legal(lambda name=one.name: switched(full, {name: True}))
+            yield Line(f"with {one.metadata['label']}", more, full=full, why_not=why_not)
+
+
+def _relaxed(full: Any, name: str) -> Any:
+    """`full`, or, where that does not go without the switch `name`, `full` with its named choices at their defaults."""
+    try:
+        without(full, name)
+    except ValueError:
+        return replace(full, **default_choices(full))
+    return full
+
+
+def _legal(make: Callable[[], Any]) -> tuple[Any, str | None]:
+    """A Config and None, or None and the rule that forbids it."""
+    try:
+        return make(), None
+    except ValueError as error:
+        return None, str(error)
 
 
 def contenders(version: str, problems: Sequence[Problem]) -> list[Ours]:
     """Every configuration that the lines of these problems need, once; its name is its switches' label."""
     configs = [line.config for problem in problems for line in lines(GENERATIONS[version].default_config(problem))]
-    by_label = {label(config): {f.name: getattr(config, f.name) for f in switches(config)} for config in configs}
-    return [Ours(version, text, switched) for text, switched in by_label.items()]
+    by_label = {
+        label(config): {f.name: getattr(config, f.name) for f in switches(config)} for config in configs if config
+    }
+    return [Ours(version, text, on) for text, on in by_label.items()]
 
 
 def ablate(
@@ -88,8 +132,9 @@ def ablate(
 ) -> int:
     """Measures the ablation on the current GPU; the exit status is 1 if a configuration failed, 130 if interrupted."""
     sweep = compare.prepare(contenders(version, problems), problems, budget, results, console, SUITE)
-    status = compare.run(sweep, problems, console, who=lambda row: row.switches_label or row.version)
-    compare.show(sweep, picture, console, tables, draw)
+    groups = [[problem] for problem in problems]
+    status = compare.run(compare.steps(sweep, groups, lambda row: row.switches_label or row.version), console)
+    compare.show(sweep, console, tables, draw, picture)
     return status or int(bool(sweep.failed))
 
 
@@ -99,17 +144,23 @@ def compile_only(version: str, problems: Sequence[Problem], console: Console) ->
     for problem in kinds:
         if reason := GENERATIONS[version].why_not(problem):
             console.print(f"{version} is missing in {name(problem)}: {reason}", highlight=False)
-    return int(not without_gpu.kernels(contenders(version, kinds), kinds, console, who="configuration"))
+            continue
+        for line in lines(GENERATIONS[version].default_config(problem)):
+            if line.why_not:
+                console.print(f"{name(problem)}, {line.text}: {line.why_not}", highlight=False)
+    able = [problem for problem in kinds if not GENERATIONS[version].why_not(problem)]
+    return int(not without_gpu.kernels(contenders(version, able), able, console, who="configuration"))
 
 
 class Ablation:
     """What one run measured on one problem, under the lines that this checkout's Config has."""
 
     def __init__(self, measured: pd.DataFrame):
-        measured = [Row(**record) for record in measured.to_dict("records")]
+        measured = comparison.as_rows(measured)
         self.version = measured[0].version
         self.problem = problem_of(measured[0])
-        self.lines = lines(GENERATIONS[self.version].default_config(self.problem))
+        self.full = GENERATIONS[self.version].default_config(self.problem)
+        self.lines = lines(self.full)
         self._rows = {_on(row.config): row for row in measured}
 
     def row(self, config: Any) -> Row | None:
@@ -142,7 +193,7 @@ def _on(config: Mapping[str, Any]) -> frozenset[str]:
 
 def ablations(run: pd.DataFrame) -> list[Ablation]:
     """The problems of a run, in the order in which they were measured."""
-    problem = ["version", "dtype", "head_dim", "causal", "batch", "seqlen_q", "heads_q"]
+    problem = ["version", "dtype", "head_dim", "causal", "batch", "seqlen_q", "heads_q", "heads_kv"]
     return [Ablation(measured) for _, measured in run[run.version != GEMM].groupby(problem, sort=False)]
 
 
@@ -150,8 +201,8 @@ def missing(run: pd.DataFrame) -> list[str]:
     """What a complete run has and this one has not: each configuration on the default problem."""
     found = [ablation for ablation in ablations(run) if ablation.problem == DEFAULT]
     if not found:
-        return [name(DEFAULT)]
-    return [line.text for ablation in found for line in ablation.lines if ablation.row(line.config) is None]
+        return [line.text for line in lines(GENERATIONS[VERSION].default_config(DEFAULT))]
+    return [line.text for ablation in found for line in ablation.lines if line.config and not ablation.row(line.config)]
 
 
 def tables(run: pd.DataFrame) -> list[Table]:
@@ -168,15 +219,16 @@ def _table(ablation: Ablation, stale: bool, notes: list[str]) -> Table:
         result.notes.append(PAPER)
     for line in ablation.lines:
         row = ablation.row(line.config)
-        measured = [f"{row.tflops:.0f}", "{:.0f} to {:.0f}".format(*_spread(row))] if row else [comparison.NOTHING] * 2
+        measured = (
+            [f"{row.tflops:.0f}", "{:.0f} to {:.0f}".format(*comparison.spread(row))]
+            if row
+            else [comparison.NOTHING] * 2
+        )
         changes = [ablation.change(line.config, base) for base in (line.before, line.full)]
+        if line.why_not:
+            result.notes.append(f"{line.text}: {line.why_not}.")
         result.add(line.text, *measured, *(comparison.NOTHING if x is None else f"{x:+.1%}" for x in changes))
     return result
-
-
-def _spread(row: Row) -> tuple[float, float]:
-    """The rates at the 20th and 80th percentile, the slower first."""
-    return row.tflops * row.ms / row.ms_p80, row.tflops * row.ms / row.ms_p20
 
 
 def draw(run: pd.DataFrame, path: Path) -> None:
@@ -186,13 +238,14 @@ def draw(run: pd.DataFrame, path: Path) -> None:
     figure = Figure(figsize=(8.0, sum(heights)), layout="constrained", facecolor="white")
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for panel, ablation in zip(axes, panels, strict=True):
-        places = [y + (0.0 if line.full is None else 0.5) for y, line in enumerate(ablation.lines)]  # a gap in between
+        places = [y + (0.0 if line.is_rung else 0.5) for y, line in enumerate(ablation.lines)]  # a gap in between
         for y, line in zip(places, ablation.lines, strict=True):
             _draw_line(panel, ablation, line, y)
-        top = ablation.row(ablation.lines[-1].full)
+        top = ablation.row(ablation.full)
         if top is not None:
             panel.axvline(top.tflops, color=WHOLE, linewidth=0.8, linestyle=":")
-        panel.set_yticks(places, [line.text for line in ablation.lines], fontsize=9)
+        texts = [fill(line.text, LABEL_WIDTH, break_long_words=False) for line in ablation.lines]
+        panel.set_yticks(places, texts, fontsize=8)
         panel.set_ylim(places[-1] + 0.6, -0.6)  # the ladder's foot above, as in the table
         panel.set_xlim(0, 1.25 * ablation.fastest)  # room for the numbers
         panel.set_title(ablation.title, fontsize=10)
@@ -206,11 +259,13 @@ def _draw_line(panel: Axes, ablation: Ablation, line: Line, y: float) -> None:
     """One bar: from what the line is compared with, or zero where that is nothing, to what it reached."""
     row, base = ablation.row(line.config), ablation.row(line.before or line.full)
     if row is None:
+        text = "cannot be" if line.why_not else "not measured"
+        panel.annotate(text, (0, y), (5, 0), textcoords="offset points", va="center", fontsize=8, color="#888888")
         return
     start = base.tflops if base else 0.0
     color = WHOLE if base is None else GAIN if row.tflops >= start else LOSS
     panel.barh(y, row.tflops - start, left=start, color=color, height=0.6)
-    slower, faster = _spread(row)
+    slower, faster = comparison.spread(row)
     panel.hlines(y, slower, faster, color="black", linewidth=1.0)
     text = f"{row.tflops:.0f}" if base is None else f"{row.tflops:.0f}  ({row.tflops - start:+.0f})"
     panel.annotate(text, (max(start, faster), y), (5, 0), textcoords="offset points", va="center", fontsize=8)

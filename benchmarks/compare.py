@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -14,21 +16,31 @@ from benchmarks import comparison, machine, plot, probe, rows
 from benchmarks.contenders import Contender, Ours
 from benchmarks.correctness import limit, relative_error
 from benchmarks.peers import GEMM, PEERS, Gemm
-from benchmarks.problems import name, problem_columns, random_tensors
+from benchmarks.problems import exact_output, name, problem_columns, problem_of, random_tensors
 from benchmarks.rows import Row
 from benchmarks.tables import Table
 from benchmarks.telemetry import Telemetry
 from benchmarks.timing import Budget, DeviceTimer, Timer, Timing, in_turns
 from fa import GENERATIONS
 from fa_common.problem import Problem
-from fa_common.reference import attention
 
 SUITE = "compare"
 PICTURE = rows.ROOT / "docs" / "compare-latest.svg"
 
+Step = tuple[str, Callable[[], str]]  # what is measured, and what measures it and says how it went
+
+
+class Admitted(NamedTuple):
+    """A contender that is right on a problem."""
+
+    contender: Contender
+    problem: Problem
+    call: Callable[[], Tensor]
+    error: float
+
 
 class Sweep:
-    """One run: measures problems one by one and appends each row as soon as it is measured.
+    """One run: measures problems and appends each row as soon as it is measured.
 
     `facts` are the columns that say where (`machine.facts`); `unfit` holds, by version and problem, why not to try.
     """
@@ -60,31 +72,38 @@ class Sweep:
         self.failed: set[str] = set()  # contenders that were wrong or broke, rather than lack something
 
     @torch.no_grad()
-    def measure(self, problem: Problem) -> list[Row]:
-        """Checks every contender on this problem and times the right ones; returns their rows, already on disk."""
-        self.num_problems += 1
-        tensors = random_tensors(problem)
-        exact, _ = attention(*tensors, causal=problem.causal)
-        calls: dict[str, Callable] = {GEMM: self.gemm}
-        errors = {GEMM: self.gemm_error}
-        for contender in self.contenders:
-            admitted = self._admit(contender, problem, tensors, exact)
-            if admitted:
-                calls[contender.name], errors[contender.name] = admitted
-        del exact
-        timings = in_turns(self.timer, calls, self.budget)
+    def measure(self, *problems: Problem) -> list[Row]:
+        """Checks every contender on each of these problems and times the right ones, all of them in turns.
 
-        gemm_tflops = self.gemm.FLOPS / timings[GEMM].ms / 1e9
-        measured = [self._row(self.gemm.columns(), self.gemm.FLOPS, timings[GEMM], errors[GEMM], gemm_tflops)]
-        for contender in self.contenders:
-            if contender.name in calls:
-                columns = problem_columns(problem) | {"version": contender.name} | contender.columns(problem)
-                timing, error = timings[contender.name], errors[contender.name]
-                measured.append(self._row(columns, problem.flops("fwd"), timing, error, gemm_tflops))
-        for row in measured:
-            rows.append(row, self.results)
-            self.rows.append(row)
-        return measured
+        Returns the rows, the matrix product's first; they are on disk already.
+        """
+        admitted = [one for problem in problems for one in self.admit(problem)]
+        calls = {GEMM: self.gemm} | {(one.contender.name, one.problem): one.call for one in admitted}
+        timings = in_turns(self.timer, calls, self.budget)
+        gemm = self.keep_gemm(timings[GEMM])
+        times = [timings[one.contender.name, one.problem] for one in admitted]
+        return [gemm, *(self.keep(one, timing, gemm) for one, timing in zip(admitted, times, strict=True))]
+
+    def admit(self, problem: Problem, tensors: tuple[Tensor, ...] | None = None) -> list[Admitted]:
+        """The contenders that are right on this problem, each with its call on the tensors that it was checked on.
+
+        Those are random if not given.
+        """
+        self.num_problems += 1
+        tensors = tensors or random_tensors(problem)
+        exact = exact_output(problem, *tensors)
+        found = [(contender, self._admit(contender, problem, tensors, exact)) for contender in self.contenders]
+        return [Admitted(contender, problem, *admitted) for contender, admitted in found if admitted]
+
+    def keep(self, one: Admitted, timing: Timing, gemm: Row | None = None, **more: Any) -> Row:
+        """The row of one that was timed, in turn with `gemm` if given; with `more` columns."""
+        columns = problem_columns(one.problem) | {"version": one.contender.name} | one.contender.columns(one.problem)
+        return self._keep(columns | more, one.problem.flops("fwd"), timing, one.error, gemm and gemm.tflops)
+
+    def keep_gemm(self, timing: Timing, **more: Any) -> Row:
+        """The row of the matrix product."""
+        rate = self.gemm.FLOPS / timing.ms / 1e9
+        return self._keep(self.gemm.columns() | more, self.gemm.FLOPS, timing, self.gemm_error, rate)
 
     def _admit(
         self, contender: Contender, problem: Problem, tensors: tuple[Tensor, ...], exact: Tensor
@@ -114,20 +133,23 @@ class Sweep:
         if failed:
             self.failed.add(contender.name)
 
-    def _row(self, columns: dict, flops: int, timing: Timing, error: float, gemm_tflops: float) -> Row:
+    def _keep(self, columns: dict, flops: int, timing: Timing, error: float, gemm_tflops: float | None) -> Row:
         tflops = flops / timing.ms / 1e9
-        return Row(
+        row = Row(
             run=self.run,
             suite=self.suite,
             pass_="fwd",
             tflops=tflops,
-            pct_of_gemm=100 * tflops / gemm_tflops,
+            pct_of_gemm=100 * tflops / gemm_tflops if gemm_tflops else None,
             rel_err=error,
             time=rows.now(),
             **columns,
             **asdict(timing),
             **self.facts,
         )
+        rows.append(row, self.results)
+        self.rows.append(row)
+        return row
 
 
 def within(contender: Contender, call: Callable) -> Callable:
@@ -152,8 +174,8 @@ def compare(
     ours = [Ours(version) for version in versions if version in GENERATIONS]
     peers = [PEERS[version] for version in versions if version in PEERS]
     sweep = prepare([*ours, *peers], problems, budget, results, console)
-    status = run(sweep, problems, console)
-    show(sweep, picture, console)
+    status = run(steps(sweep, [[problem] for problem in problems]), console)
+    show(sweep, console, picture=picture)
     return status or int(bool(sweep.failed & set(GENERATIONS)))
 
 
@@ -164,6 +186,7 @@ def prepare(
     results: Path,
     console: Console,
     suite: str = SUITE,
+    timer: type[DeviceTimer] | None = None,
 ) -> Sweep:
     """A sweep of the current GPU; every kernel of ours is compiled and has run once, or is known to be unfit."""
     telemetry = Telemetry()
@@ -175,61 +198,72 @@ def prepare(
     return Sweep(
         contenders=contenders,
         gemm=Gemm(),
-        timer=DeviceTimer(telemetry),
+        timer=(timer or DeviceTimer)(telemetry),
         budget=budget,
         results=results,
         facts=facts,
-        unfit=probe.unfit([one for one in contenders if isinstance(one, Ours)], problems),
+        unfit=probe.unfit([one for one in contenders if hasattr(one, "kernel")], problems),  # peers run as they are
         suite=suite,
     )
 
 
-def run(
-    sweep: Sweep,
-    problems: Sequence[Problem],
-    console: Console,
-    who: Callable[[Row], str] = lambda row: row.version,
-) -> int:
-    """Measures every problem, a line each as it is done; 130 when interrupted, 1 when the GPU is lost, else 0.
+def steps(
+    sweep: Sweep, groups: Sequence[Sequence[Problem]], who: Callable[[Row], str] = lambda row: row.version
+) -> list[Step]:
+    """A step for each group of problems that are timed in turns; `who` names a row in its problem's line."""
 
-    `who` names a row in its problem's line.
-    """
+    def measure(problems: Sequence[Problem]) -> str:
+        gemm, *measured = sweep.measure(*problems)
+        rates = {name(problem): [f"{GEMM} {gemm.tflops:.0f}"] for problem in problems}
+        for row in measured:
+            rates[name(problem_of(row))].append(f"{who(row)} {row.tflops:.0f}")
+        return "\n".join(f"{problem}: {'  '.join(line)} TFLOP/s" for problem, line in rates.items())
+
+    return [(name(problems[0]), partial(measure, problems)) for problems in groups]
+
+
+def run(steps: Sequence[Step], console: Console) -> int:
+    """Takes every step, printing what each returns; 130 when interrupted, 1 when the GPU is lost, else 0."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(problems))
-        for problem in problems:
-            progress.update(task, description=name(problem))
+        task = progress.add_task("", total=len(steps))
+        for description, step in steps:
+            progress.update(task, description=description)
             try:
-                measured = sweep.measure(problem)
+                console.print(step(), highlight=False)
             except KeyboardInterrupt:
                 console.print("Interrupted.")
                 return 130
             except torch.AcceleratorError as error:
-                console.print(f"The GPU is lost at {name(problem)}: {str(error).splitlines()[0]}")
+                console.print(f"The GPU is lost at {description}: {str(error).splitlines()[0]}")
                 return 1
-            rates = "  ".join(f"{who(row)} {row.tflops:.0f}" for row in measured)
-            console.print(f"{name(problem)}: {rates} TFLOP/s", highlight=False)
             progress.advance(task)
             torch.cuda.empty_cache()
     return 0
 
 
+def tables(run: pd.DataFrame) -> list[Table]:
+    """What a run found: every rate, then where the newest generation stands against its best peer."""
+    return [comparison.table(run), *filter(None, [comparison.margins(run)])]
+
+
 def show(
     sweep: Sweep,
-    picture: Path,
     console: Console,
-    tables: Callable[[pd.DataFrame], list[Table]] = lambda run: [comparison.table(run)],
+    tables: Callable[[pd.DataFrame], list[Table]] = tables,
     draw: Callable[[pd.DataFrame, Path], None] = plot.draw,
+    picture: Path | None = None,
 ) -> None:
-    """The run's tables, its picture, and what is not in them and why."""
+    """The run's tables, its picture if it has one, and what is not in them and why."""
     measured = comparison.newest_run(comparison.frame(sweep.rows))
     if measured is not None:
         path = rows.path_of(sweep.suite, sweep.facts["gpu"], sweep.results)
         for table in tables(measured):
             console.print(table.to_rich())
         console.print(f"{len(sweep.rows)} rows of run {sweep.run} in {path}")
-        draw(measured, picture)
-        console.print(f"their picture in {picture}")
+        if picture:
+            draw(measured, picture)
+            console.print(f"their picture in {picture}")
     for (contender, reason), problems in sweep.skipped.items():
         where = "every problem" if len(problems) == sweep.num_problems else ", ".join(map(name, problems))
         console.print(f"{contender} is missing in {where}: {reason}", highlight=False)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from math import floor
 
 import pandas as pd
 
@@ -14,7 +15,11 @@ from fa import GENERATIONS
 
 PROBLEM = ["dtype", "head_dim", "causal", "seqlen_q"]
 STALE = "†"
+STALE_NOTE = f"{STALE} measured on other code than this checkout's."
+CLOSE = "▼"
+AHEAD = 1.05  # below it, a lead over the best peer is within what repeats of a cell differ by
 NOTHING = "-"
+MARGIN = "margin"  # the form of a ratio to the best peer
 
 
 def frame(rows: Sequence[Row]) -> pd.DataFrame:
@@ -22,14 +27,24 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame([asdict(row) for row in rows if row.rel_err is not None], columns=list(Row.__annotations__))
 
 
+def as_rows(run: pd.DataFrame) -> list[Row]:
+    """The rows that a frame was made of: pandas has a NaN where a row has None."""
+    return [Row(**record) for record in run.astype(object).where(run.notna(), None).to_dict("records")]
+
+
+def spread(row: Row) -> tuple[float, float]:
+    """A row's rates at the 80th and the 20th percentile of its times, the slower first."""
+    return row.tflops * row.ms / row.ms_p80, row.tflops * row.ms / row.ms_p20
+
+
 def newest_run(
     measured: pd.DataFrame, lacks: Callable[[pd.DataFrame], Sequence[str]] | None = None
 ) -> pd.DataFrame | None:
-    """The newest run that `lacks` nothing (by default, nothing `missing`), or the newest; None while there is none."""
+    """The run that `lacks` least (by default of what `missing` lists), of several the newest; None if there is none."""
     lacks = lacks or missing
     with_attention = measured[measured.run.isin(measured.run[measured.version != GEMM])]
     runs = [run for _, run in with_attention.groupby("run", sort=True)]
-    return next((run for run in reversed(runs) if not lacks(run)), runs[-1] if runs else None)
+    return min(reversed(runs), key=lambda run: len(lacks(run)), default=None)
 
 
 def missing(run: pd.DataFrame) -> list[str]:
@@ -72,12 +87,14 @@ def table(run: pd.DataFrame) -> Table:
             columns[f"{new} / {old}"] = wide[new] / wide[old], ".2f"
     for newest in ours[-1:]:
         if peers:
-            columns[f"{newest} / best peer"] = wide[newest] / wide[peers].max(axis=1), ".2f"
+            columns[f"{newest} / best peer"] = wide[newest] / wide[peers].max(axis=1), MARGIN
         columns[f"{newest} % of GEMM"] = side_by_side(run, "pct_of_gemm")[newest], ".0f"
 
     stale = stale_versions(run)
     marked = [column + (STALE if column in stale else "") for column in columns]
     result = Table("Forward, TFLOP/s", ["dtype", "d", "mask", "seqlen", *marked], labels=4, notes=notes(run))
+    if any(form == MARGIN for _, form in columns.values()):
+        result.notes.append(f"{CLOSE} less than {AHEAD} times the best peer.")
     for problem in wide.index:
         dtype, head_dim, causal, seqlen = problem
         numbers = [_number(values[problem], form) for values, form in columns.values()]
@@ -101,6 +118,39 @@ def summary(run: pd.DataFrame) -> Table:
     return result
 
 
+def margins(run: pd.DataFrame) -> Table | None:
+    """The newest generation over its best peer, a column a length; None where one of them was not measured."""
+    wide = side_by_side(run)
+    ours, peers = _split(wide)
+    if not ours or not peers:
+        return None
+    newest = ours[-1]
+    ratios = (wide[newest] / wide[peers].max(axis=1)).unstack("seqlen_q")
+    stale = STALE if newest in stale_versions(run) else ""
+    result = Table(
+        f"Forward, {newest}{stale} over its best peer ({', '.join(peers)})",
+        ["dtype", "d", "mask", *map(str, ratios)],
+        labels=3,
+        notes=notes(run),
+    )
+    for (dtype, head_dim, causal), line in ratios.iterrows():
+        result.add(dtype, str(head_dim), _mask(causal), *(_number(ratio, MARGIN) for ratio in line))
+    measured = ratios.stack().dropna()
+    result.notes.append(f"{CLOSE} less than {AHEAD}: {(measured < AHEAD).sum()} of {len(measured)}.")
+    return result
+
+
+def missing_margins(run: pd.DataFrame) -> list[str]:
+    """What a complete table of margins has and this run has not: the newest generation and a peer on each problem."""
+    wide = side_by_side(run)
+    ours, peers = _split(wide)
+    newest = list(GENERATIONS)[-1]
+    if newest not in ours or not peers:
+        return [newest, "a peer"]
+    known = set(wide.index[wide[newest].notna() & wide[peers].notna().any(axis=1)])
+    return [name(p) for p in grid() if (p.dtype_name, p.head_dim, p.causal, p.seqlen_q) not in known]
+
+
 def _split(wide: pd.DataFrame) -> tuple[list[str], list[str]]:
     """The columns that are generations, and those that are peers."""
     return [version for version in wide if version in GENERATIONS], [version for version in wide if version in PEERS]
@@ -112,7 +162,7 @@ def notes(run: pd.DataFrame) -> list[str]:
     if (gemm := gemm_rate(run)) is not None:
         lines.append(f"A bf16 GEMM of {Gemm.SIZE}^3, timed in turn with every line: {gemm:.0f} TFLOP/s.")
     if stale_versions(run):
-        lines.append(f"{STALE} measured on other code than this checkout's.")
+        lines.append(STALE_NOTE)
     return lines
 
 
@@ -121,4 +171,9 @@ def _mask(causal: bool) -> str:
 
 
 def _number(value: float, form: str) -> str:
-    return NOTHING if pd.isna(value) else format(value, form)
+    if pd.isna(value):
+        return NOTHING
+    if form == MARGIN:
+        cut = floor(round(100 * value, 6)) / 100  # never rounded up to what it has not reached
+        return f"{cut:.2f}{CLOSE if value < AHEAD else ''}"
+    return format(value, form)

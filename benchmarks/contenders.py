@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from benchmarks.problems import packing
 from benchmarks.rows import source_sha
 from fa import GENERATIONS
 from fa_common.compile import Build, KernelKey
-from fa_common.problem import Problem
-from fa_common.switches import label
+from fa_common.problem import Problem, lse_shape
+from fa_common.switches import label, switches
 
 
 class Contender(Protocol):
@@ -32,6 +33,28 @@ class Contender(Protocol):
 
     def columns(self, problem: Problem) -> dict[str, Any]:
         """The columns of `rows.Row` that it alone can fill."""
+
+
+def switched(config: Any, on: Mapping[str, bool]) -> Any:
+    """`config` with these switches on or off. Raises ValueError when they do not go together or with its tiles.
+
+    Tiles and stages stay. A choice between named ways, a `str`, falls back to its default where the switches rule it
+    out.
+    """
+    try:
+        return replace(config, **on)
+    except ValueError:
+        defaults = default_choices(config)
+        if all(getattr(config, name) == default for name, default in defaults.items()):
+            raise
+        return replace(config, **defaults | on)
+
+
+def default_choices(config: Any) -> dict[str, str]:
+    """The fields of a Config that are a choice between named ways, with their defaults."""
+    names = {f.name for f in fields(config)} - {f.name for f in switches(config)}
+    chosen = [f for f in fields(config) if f.name in names and f.default is not MISSING]
+    return {f.name: f.default for f in chosen if isinstance(f.default, str)}
 
 
 class Ours:
@@ -53,10 +76,10 @@ class Ours:
 
     def config(self, problem: Problem) -> Any:
         """The Config for this problem. Raises ValueError when these switches do not go with its tiles."""
-        return replace(self.generation.default_config(problem), **self.switched)
+        return switched(self.generation.default_config(problem), self.switched)
 
-    def kernel(self, problem: Problem) -> tuple[KernelKey, Build]:
-        """The forward kernel that this problem runs, and what compiles it."""
+    def kernel(self, problem: Problem) -> tuple[KernelKey, Build] | None:
+        """The forward kernel that this problem runs, and what compiles it; None if only the first call finds out."""
         key = self.generation.forward_key(problem, self.config(problem))
         return key, self.generation.build_forward
 
@@ -73,11 +96,16 @@ class Ours:
         forward = self.generation.forward
         # The default goes without saying: hashing a Config would add to the host's time for a call.
         config = self.config(problem) if self.switched else None
+        arguments = {"causal": problem.causal, "config": config} | packing(problem)
+        if problem.window != (None, None):
+            arguments["window_size"] = problem.window
+        if problem.softcap:
+            arguments["softcap"] = problem.softcap
         out = torch.full_like(q, torch.nan)  # an element that the kernel does not write must show
-        lse = torch.empty(problem.batch, problem.heads_q, problem.seqlen_q, device=q.device)
+        lse = torch.empty(lse_shape(q), device=q.device)
 
         def call() -> Tensor:
-            forward(q, k, v, causal=problem.causal, config=config, out=out, lse=lse)
+            forward(q, k, v, out=out, lse=lse, **arguments)
             return out
 
         return call

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from benchmarks import machine, probe, rows
 from benchmarks.contenders import Ours
 from benchmarks.correctness import limit, relative_error
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, Sdpa
 from benchmarks.problems import problem_columns, random_tensors
 from benchmarks.rows import Row
 from benchmarks.tables import Table
@@ -23,10 +24,11 @@ from fa_common.reference import attention
 from fa_common.report import find_nvdisasm
 
 SUITE = "host"
+CALLED = (Sdpa("torch-sdpa"), *PEERS.values())  # torch's own choice of backend too, as most programs call it
 TINY = Problem(batch=1, seqlen_q=128, seqlen_k=128, heads_q=1, heads_kv=1, head_dim=128)  # the GPU is done at once
 
 
-def examine(results: Path, console: Console) -> int:
+def examine(versions: Sequence[str], results: Path, console: Console) -> int:
     """Shows the findings; on a Hopper GPU measures the host's time and keeps its rows; 1 if one of ours fails."""
     console.print(machine_table().to_rich())
     console.print(generations_table().to_rich())
@@ -34,7 +36,7 @@ def examine(results: Path, console: Console) -> int:
     if reason := machine.why_no_hopper():
         console.print(f"The host's time for a call is not measured: {reason}.")
         return 0
-    ours = [Ours(version) for version in GENERATIONS]
+    ours = [Ours(version) for version in versions]
     failed = probe.unfit(ours, [TINY])
     for (version, _), reason in failed.items():
         console.print(f"{version} fails: {reason}")
@@ -88,8 +90,9 @@ def measure_host(ours: Sequence[Ours], console: Console) -> list[Row]:
     exact, _ = attention(*tensors)
     facts, run, measured = machine.facts(), rows.new_run(), []
 
-    def measure(who: str, name: str, call: Callable[[], Tensor], **columns) -> None:
+    def measure(who: str, name: str, prepare: Callable[[], Callable[[], Tensor]], **columns) -> None:
         try:
+            call = prepare()
             error = relative_error(call(), exact)
         except Exception as failure:  # however a peer is broken, the others are measured
             console.print(f"{who}, {name}, fails: {type(failure).__name__}: {failure}")
@@ -102,29 +105,37 @@ def measure_host(ours: Sequence[Ours], console: Console) -> list[Row]:
         measured.append(Row(run=run, suite=SUITE, pass_="host", time=rows.now(), **columns))
 
     for one in ours:
-        for name, call in ways_to_call(one, *tensors):
-            measure(one.name, name, call, **one.columns(TINY))
-    for peer in PEERS.values():
+        for name, prepare in ways_to_call(one, *tensors):
+            measure(one.name, name, prepare, **one.columns(TINY))
+    for peer in CALLED:
         if not peer.why_not(TINY):
             with peer.scope():
-                measure(peer.name, "public function", peer.prepare(TINY, *tensors))
+                measure(peer.name, "public function", partial(peer.prepare, TINY, *tensors))
     return measured
 
 
-def ways_to_call(ours: Ours, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """From the public function down to the compiled kernel alone."""
+def ways_to_call(
+    ours: Ours, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[str, Callable[[], Callable[[], Tensor]]]]:
+    """From the public function down to the compiled kernel alone; each as what prepares the call."""
     generation = ours.generation
-    yield "flash_attn_func", lambda: generation.flash_attn_func(q, k, v)
-    yield "forward", lambda: generation.forward(q, k, v)[0]
-    yield "forward(out=, lse=)", ours.prepare(TINY, q, k, v)
+    yield "flash_attn_func", lambda: lambda: generation.flash_attn_func(q, k, v)
+    yield "forward", lambda: lambda: generation.forward(q, k, v)[0]
+    yield "forward(out=, lse=)", partial(ours.prepare, TINY, q, k, v)
+    yield "the kernel alone", partial(kernel_alone, ours, q, k, v)
+
+
+def kernel_alone(ours: Ours, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """The launch of the compiled kernel, nothing checked."""
     kernel, out = load(*ours.kernel(TINY)), torch.empty_like(q)
     lse = torch.empty(TINY.batch, TINY.heads_q, TINY.seqlen_q, device=q.device)
+    bound = ours.generation.bind_forward(kernel, TINY, ours.config(TINY), 1)  # one tile: one SM is enough
 
     def launch() -> Tensor:
-        generation.launch_forward(kernel, q, k, v, out, lse, TINY.softmax_scale)
+        bound(q, k, v, out, lse, None, None)
         return out
 
-    yield "the kernel alone", launch
+    return launch
 
 
 def host_table(measured: Sequence[Row]) -> Table:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,30 +12,35 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.problems import kind, packing
 from fa_common.problem import Problem
 
 GEMM = "cublas-gemm"
 
 
 class Sdpa:
-    """One backend of torch's scaled_dot_product_attention."""
+    """One backend of torch's scaled_dot_product_attention, or, with None, the one that torch chooses."""
 
     missing = None  # why it is not installed; torch always is
 
-    def __init__(self, name: str, backend: SDPBackend):
+    def __init__(self, name: str, backend: SDPBackend | None = None):
         self.name = name
         self.backend = backend
 
     def why_not(self, problem: Problem) -> str | None:
+        if problem.varlen or problem.softcap or problem.window != (None, None):
+            return f"it has no {kind(problem)} attention"
+        if problem.causal and problem.seqlen_q != problem.seqlen_k:
+            return "its causal mask is aligned top-left, ours bottom-right"
         return None
 
     def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seqlen, head_dim), not copied
-        # Its causal mask is aligned top-left, ours bottom-right: the same thing for the square problems measured here.
-        return lambda: scaled_dot_product_attention(q, k, v, is_causal=problem.causal).transpose(1, 2)
+        arguments = {"is_causal": problem.causal, "enable_gqa": problem.group > 1}
+        return lambda: scaled_dot_product_attention(q, k, v, **arguments).transpose(1, 2)
 
     def scope(self) -> AbstractContextManager:
-        return sdpa_kernel(self.backend)
+        return nullcontext() if self.backend is None else sdpa_kernel(self.backend)
 
     def columns(self, problem: Problem) -> dict[str, Any]:
         return {}
@@ -46,6 +52,8 @@ class SdpaMath(Sdpa):
     COPIES = 3  # of a (batch, heads, seqlen, seqlen) matrix alive at once: S, S with its mask, P
 
     def why_not(self, problem: Problem) -> str | None:
+        if reason := super().why_not(problem):
+            return reason
         scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
         needed = self.COPIES * scores * torch.float32.itemsize
         free, _ = torch.cuda.mem_get_info()
@@ -55,33 +63,38 @@ class SdpaMath(Sdpa):
 
 
 class Package:
-    """`flash_attn_func` of a package that may be missing."""
+    """`flash_attn_func` and `flash_attn_varlen_func` of a package that may be missing."""
 
     def __init__(self, name: str, module: str):
         self.name = name
         self.module = module
 
     @cached_property
-    def _function(self) -> Callable | Exception:
+    def _module(self) -> ModuleType | Exception:
         try:
-            return import_module(self.module).flash_attn_func
+            return import_module(self.module)
         except Exception as error:  # however a peer is broken, it must not cost the others their measurements
             return error
 
     @property
     def missing(self) -> str | None:
-        if isinstance(self._function, Exception):
-            return f"`import {self.module}` fails: {type(self._function).__name__}: {self._function}"
+        if isinstance(self._module, Exception):
+            return f"`import {self.module}` fails: {type(self._module).__name__}: {self._module}"
         return None
 
     def why_not(self, problem: Problem) -> str | None:
         return self.missing
 
     def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        function = self._function
+        function = self._module.flash_attn_varlen_func if problem.varlen else self._module.flash_attn_func
+        arguments = {"causal": problem.causal} | packing(problem)
+        if problem.window != (None, None):
+            arguments["window_size"] = (problem.window[0], 0 if problem.causal else problem.window[1])
+        if problem.softcap:
+            arguments["softcap"] = problem.softcap
 
         def call() -> Tensor:
-            result = function(q, k, v, causal=problem.causal)
+            result = function(q, k, v, **arguments)
             return result[0] if isinstance(result, tuple) else result  # (out, lse) in some releases
 
         return call

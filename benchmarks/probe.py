@@ -1,7 +1,7 @@
 """Run every kernel once in a process of its own, before the sweep trusts it.
 
 A kernel that hangs cannot be interrupted, and one that faults takes its process's CUDA context with it. Here it costs a
-worker process, `python -m benchmarks.probe VERSION SWITCHED`, and the rows of that version in that configuration.
+worker process, `python -m benchmarks.probe CLASS VERSION SWITCHED`, and the rows of that version in that configuration.
 """
 
 import json
@@ -16,15 +16,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import IO
 
 from benchmarks.contenders import Ours
-from benchmarks.problems import name, random_tensors
+from benchmarks.problems import code, name, random_tensors
 from benchmarks.rows import ROOT
 from fa_common.compile import precompile
+from fa_common.isolated import IsolatedFailure
 from fa_common.problem import Problem
+from fa_common.report import SHARED_MEMORY_LIMIT, report
 
 TIMEOUT_S = 30.0  # for one problem, loading its kernel included
+COMPILING_TIMEOUT_S = 150.0  # the same where the kernel has to be compiled first
+NO_ANSWER = "no answer"
 STARTUP_S = 180.0  # until a worker has torch, CUDA and the package
 
 
@@ -36,15 +41,19 @@ def unfit(ours: Sequence[Ours], problems: Sequence[Problem]) -> dict[tuple[str, 
     named = {one.name: one for one in ours}
     possible = {one.name: [problem for problem in problems if not one.why_not(problem)] for one in ours}
     kernels = {(one.name, problem): one.kernel(problem) for one in ours for problem in possible[one.name]}
+    kernels = {job: kernel for job, kernel in kernels.items() if kernel}
     uncompiled = precompile(kernels.values())
     found = {
-        job: f"does not compile: {str(uncompiled[key]).splitlines()[-1]}"
+        job: f"does not compile: {error_line(uncompiled[key])}"
         for job, (key, _) in kernels.items()
         if key in uncompiled
     }
 
     def run_once(who: str) -> dict[Problem, str]:
-        return failures(command_of(named[who]), [problem for problem in possible[who] if (who, problem) not in found])
+        runnable = [problem for problem in possible[who] if (who, problem) not in found]
+        compiled = all((who, problem) in kernels for problem in runnable)
+        failed = failures(command_of(named[who]), runnable, TIMEOUT_S if compiled else COMPILING_TIMEOUT_S)
+        return {problem: reason + _too_large(reason, kernels.get((who, problem))) for problem, reason in failed.items()}
 
     with ThreadPoolExecutor(max(1, len(possible))) as pool:
         for who, failed in zip(possible, pool.map(run_once, possible), strict=True):
@@ -52,9 +61,28 @@ def unfit(ours: Sequence[Ours], problems: Sequence[Problem]) -> dict[tuple[str, 
     return found
 
 
+def error_line(failure: IsolatedFailure) -> str:
+    """What went wrong, without the traceback that led there and without the output around it."""
+    return str(failure).partition("\nits output ends:\n")[0].strip().splitlines()[-1]
+
+
 def command_of(one: Ours) -> tuple[str, ...]:
     """The worker of one of ours, with its switches."""
-    return sys.executable, "-m", "benchmarks.probe", one.version, json.dumps(one.switched)
+    kind = f"{type(one).__module__}:{type(one).__qualname__}"
+    return sys.executable, "-m", "benchmarks.probe", kind, one.version, json.dumps(one.switched)
+
+
+def _too_large(reason: str, kernel: tuple | None) -> str:
+    """A clause on a kernel that asks for more shared memory than there is, which no launch says in words; else ""."""
+    if kernel is None or reason.startswith(NO_ANSWER):
+        return ""
+    try:
+        needed = report(*kernel).shared_memory
+    except (IsolatedFailure, ValueError):  # the reason at hand has to do
+        return ""
+    if needed <= SHARED_MEMORY_LIMIT:
+        return ""
+    return f"; it needs {needed} bytes of shared memory, sm_90 has {SHARED_MEMORY_LIMIT}"
 
 
 def failures(
@@ -84,7 +112,7 @@ def failures(
         if culprit is None:
             return failed
         rest = todo[todo.index(culprit) :]
-        failed |= {other: f"{reason} (at {name(culprit)})" for other in rest if _code(other) == _code(culprit)}
+        failed |= {other: f"{reason} (at {name(culprit)})" for other in rest if code(other) == code(culprit)}
         todo = [other for other in rest if other not in failed]
     return failed
 
@@ -97,7 +125,7 @@ def work(ours: Ours, requests: IO[bytes], answers: IO[str]) -> None:
     for problem in problems:
         try:
             out = ours.prepare(problem, *random_tensors(problem))()
-            out[-1, -1, -1, -1].item()  # waits for the kernel, and raises what it raised
+            out.flatten()[-1].item()  # waits for the kernel, and raises what it raised
         except Exception as error:
             print(" ".join(f"{type(error).__name__}: {error}".split()), file=answers, flush=True)
             return
@@ -133,7 +161,7 @@ class _Worker:
         try:
             line = self.lines.get(timeout=timeout)
         except queue.Empty:
-            return f"no answer within {timeout:.0f} s"
+            return f"{NO_ANSWER} within {timeout:.0f} s"
         return self._last_words() if line is None else line
 
     def stop(self) -> None:
@@ -148,12 +176,9 @@ class _Worker:
         return f"its process ended with status {status}" + (f": {lines[-1]}" if lines else "")
 
 
-def _code(problem: Problem) -> tuple:
-    return problem.dtype, problem.head_dim, problem.causal
-
-
 if __name__ == "__main__":
     # The answers keep the pipe to themselves: whatever else writes to stdout, the compiler's C++ too, goes to stderr.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as pipe:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        work(Ours(sys.argv[1], switched=json.loads(sys.argv[2])), sys.stdin.buffer, pipe)
+        kind, version, switched = sys.argv[1:]
+        work(resolve_name(kind)(version, switched=json.loads(switched)), sys.stdin.buffer, pipe)

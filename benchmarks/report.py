@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import pandas as pd
 
-from benchmarks import ablate, comparison, plot
+from benchmarks import ablate, comparison, decode, plot, shapes, sustained
 from benchmarks.doctor import host_table
 from benchmarks.rows import RESULTS, ROOT, Row, TestsRow, read, source_sha
 from benchmarks.tables import Table
@@ -66,12 +67,16 @@ def _fill(document: Path, text: str, gpus: Sequence[Path], links: Mapping[tuple[
     return filled
 
 
+def _rows(gpu: Path, suite: str) -> pd.DataFrame:
+    return comparison.frame(list(read(gpu / f"{suite}.jsonl")))
+
+
 def _newest_comparison(gpu: Path) -> pd.DataFrame | None:
-    return comparison.newest_run(comparison.frame(list(read(gpu / "compare.jsonl"))))
+    return comparison.newest_run(_rows(gpu, "compare"))
 
 
 def _newest_ablation(gpu: Path) -> pd.DataFrame | None:
-    return comparison.newest_run(comparison.frame(list(read(gpu / "ablate.jsonl"))), ablate.missing)
+    return comparison.newest_run(_rows(gpu, "ablate"), ablate.missing)
 
 
 def _compare_summary(gpu: Path, picture: str | None) -> str | None:
@@ -89,6 +94,28 @@ def _compare(gpu: Path, picture: str | None) -> str | None:
     if lacking := comparison.missing(run):
         table.notes.append(f"An incomplete run: it lacks {len(lacking)} measurements of a full one.")
     return _with_facts(run, table, picture)
+
+
+def _compare_margins(gpu: Path, picture: str | None) -> str | None:
+    """The newest generation over its best peer; its run may lack the older generations."""
+    run = comparison.newest_run(_rows(gpu, "compare"), comparison.missing_margins)
+    table = None if run is None else comparison.margins(run)
+    return table and _with_facts(run, table)
+
+
+def _suite(module: ModuleType) -> Callable[[Path, str | None], str | None]:
+    """The block of a suite that has one table: its most complete run."""
+
+    def block(gpu: Path, picture: str | None) -> str | None:
+        run = comparison.newest_run(_rows(gpu, module.SUITE), module.missing)
+        if run is None:
+            return None
+        table = module.table(run)
+        if lacking := module.missing(run):
+            table.notes.append(f"An incomplete run: it lacks {len(lacking)} measurements of a full one.")
+        return _with_facts(run, table)
+
+    return block
 
 
 def _ablate(gpu: Path, picture: str | None) -> str | None:
@@ -140,6 +167,10 @@ def _with_facts(
 BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
     "compare-summary": ("compare", _compare_summary),
     "compare": ("compare", _compare),
+    "compare-margins": ("compare", _compare_margins),
+    "shapes": ("shapes", _suite(shapes)),
+    "sustained": ("sustained", _suite(sustained)),
+    "decode": ("decode", _suite(decode)),
     "ablate": ("ablate", _ablate),
     "host": ("doctor", _host),
     "tests": ("gpu-tests", _tests),

@@ -49,7 +49,15 @@ class Row:
     driver: str | None
     time: str  # ISO 8601
     source_sha: str | None = None  # see `source_sha`; peers have none
-    call: str | None = None  # suite `host` alone: which function was called
+    # Only in rows of suites that need them.
+    call: str | None = None  # `host`: which function; `decode`: "graph" or "eager"; `sustained`: "burst" or "sustained"
+    softcap: float | None = None
+    lengths: list[int] | None = None  # of packed sequences, for queries and keys alike; seqlen_q is the longest
+    tb_per_s: float | None = None  # bytes of K and V over the time
+    seconds: float | None = None  # how long the GPU was kept busy with this version
+
+
+EXTRAS = ("call", "softcap", "lengths", "tb_per_s", "seconds")  # left out of a row that has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +98,7 @@ def append(row: Row | TestsRow, results: Path = RESULTS) -> None:
     Raises ValueError for a NaN or an infinity: neither is JSON, and neither is a measurement.
     """
     record = {name.rstrip("_"): value for name, value in asdict(row).items()}
-    if record.get("call", "") is None:
-        del record["call"]
+    record = {name: value for name, value in record.items() if value is not None or name not in EXTRAS}
     line = json.dumps(record, allow_nan=False) + "\n"
     path = path_of(row.suite, row.gpu, results)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,8 @@ class Table:
             title=self.title, caption="\n".join(self.notes) or None, box=box.SIMPLE_HEAD, caption_justify="left"
         )
         for i, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if i < self.labels else "right", no_wrap=i < self.labels)
+            # Where it gets narrow the last label, the longest, is broken into lines, before numbers become dots.
+            table.add_column(column, justify="left" if i < self.labels else "right", no_wrap=i < self.labels - 1)
         for row in self.rows:
             table.add_row(*row)
         return table

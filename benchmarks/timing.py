@@ -7,16 +7,18 @@ the same drift. The order rotates, so that nobody always follows the hottest.
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median, quantiles
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from benchmarks.telemetry import Reading, Telemetry
 
 Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Budget:
 
     rounds: int = 5
     warmup_ms: float = 25.0
-    round_ms: float = 40.0  # device time of one turn; a version slower than this gets one launch a turn
+    round_ms: float = 25.0  # device time of one turn; a version slower than this gets one launch a turn
     max_launches: int = 20  # of one turn
 
 
@@ -38,6 +40,10 @@ class Timing:
     ms_p80: float
     sm_clock_mhz: float | None = None
     power_w: float | None = None
+
+    def of_one(self, num_calls: int) -> "Timing":
+        """The timing of one of `num_calls` calls that were timed together."""
+        return replace(self, ms=self.ms / num_calls, ms_p20=self.ms_p20 / num_calls, ms_p80=self.ms_p80 / num_calls)
 
 
 class Timer(Protocol):
@@ -65,8 +71,10 @@ class DeviceTimer:
 
     def settle(self, call: Call, estimate_ms: float) -> Call:
         """`call` replayed from a CUDA graph when it is short and can be captured, else `call` itself."""
-        if estimate_ms >= self.HOST_BOUND_MS:
-            return call
+        return call if estimate_ms >= self.HOST_BOUND_MS else self.captured(call) or call
+
+    def captured(self, call: Call) -> Call | None:
+        """`call` replayed from a CUDA graph; None when it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         random_state = generator.clone_state()
@@ -77,7 +85,7 @@ class DeviceTimer:
         except RuntimeError:  # some libraries synchronise or allocate by themselves; they are timed as they are
             torch.cuda.synchronize()
             generator.graphsafe_set_state(random_state)  # its own still takes part in the broken capture
-            return call
+            return None
         return graph.replay
 
     def burst(self, call: Call, launches: int) -> tuple[list[float], Reading]:
@@ -97,6 +105,24 @@ class DeviceTimer:
         events[-1][1].synchronize()
         return [start.elapsed_time(end) for start, end in events], reading
 
+    def loop(self, call: Call, launches: int, seconds: float) -> tuple[list[float], list[Reading]]:
+        """Launches back to back for `seconds`; ms a launch over each `launches` of them, and a reading in each.
+
+        Nothing flushes the L2 and nothing leaves the GPU idle: the host is always one such chunk ahead.
+        """
+        ends, readings = [torch.cuda.Event(enable_timing=True)], []
+        ends[0].record()
+        start = time.monotonic()
+        while time.monotonic() - start < seconds:
+            for _ in range(launches):
+                call()
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+            ends[-2].synchronize()
+            readings.append(self._telemetry.read())
+        ends[-1].synchronize()
+        return [begin.elapsed_time(end) / launches for begin, end in pairwise(ends)], readings
+
 
 @dataclass
 class _Turns:
@@ -108,7 +134,7 @@ class _Turns:
     readings: list[Reading] = field(default_factory=list)
 
 
-def in_turns(timer: Timer, calls: Mapping[str, Call], budget: Budget = Budget()) -> dict[str, Timing]:
+def in_turns(timer: Timer, calls: Mapping[Name, Call], budget: Budget = Budget()) -> dict[Name, Timing]:
     """Times every call on the same device, interleaved over `budget.rounds` rounds."""
     turns = {name: _warmed_up(timer, call, budget) for name, call in calls.items()}
     names = list(turns)
@@ -132,6 +158,16 @@ def _warmed_up(timer: Timer, call: Call, budget: Budget) -> _Turns:
         spent += sum(times)
         launches = min(2 * launches, budget.max_launches)
     return _Turns(call, launches=max(1, min(budget.max_launches, int(budget.round_ms / estimate))))
+
+
+CHUNK_MS = 50.0  # of a sustained loop: one reading, one time
+
+
+def sustained(timer: DeviceTimer, call: Call, estimate_ms: float, seconds: float) -> Timing:
+    """`call` back to back for `seconds`; what is kept is the second half, once clock and temperature have settled."""
+    call = timer.settle(call, estimate_ms)
+    times, readings = timer.loop(call, max(1, round(CHUNK_MS / estimate_ms)), seconds)
+    return summary(times[len(times) // 2 :], readings[len(readings) // 2 :])
 
 
 def summary(times: Sequence[float], readings: Sequence[Reading] = ()) -> Timing:

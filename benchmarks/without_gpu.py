@@ -9,7 +9,8 @@ from rich.progress import track
 
 from benchmarks.contenders import Ours
 from benchmarks.correctness import limit, relative_error
-from benchmarks.problems import random_tensors
+from benchmarks.probe import error_line
+from benchmarks.problems import code, kind, name, random_tensors
 from benchmarks.tables import Table
 from fa_common.isolated import IsolatedFailure
 from fa_common.memory import Memory
@@ -20,7 +21,7 @@ from fa_common.report import KernelReport, report
 # Small enough to wait for, long enough that the terms quadratic in seqlen lead.
 SHAPE = {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 2, "heads_kv": 2}
 
-INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "MUFU")
+INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "USETMAXREG", "MUFU")
 
 Reports = dict[tuple[Problem, str], KernelReport | IsolatedFailure]
 
@@ -36,14 +37,18 @@ def compare(problems: Sequence[Problem], versions: Sequence[str], console: Conso
 
 def kernels(ours: Sequence[Ours], kinds: Sequence[Problem], console: Console, who: str = "version") -> bool:
     """Shows what became of each kernel; whether every one of them compiles. `who` heads the column of their names."""
+    for problem in kinds:
+        for one in ours:
+            if reason := one.why_not(problem):
+                console.print(f"{one.name} is missing in {name(problem)}: {reason}", highlight=False)
     reports = kernel_reports(ours, kinds, console)
     console.print(kernels_table(reports, who).to_rich())
     return not any(isinstance(made, IsolatedFailure) for made in reports.values())
 
 
 def kinds_of(problems: Sequence[Problem]) -> list[Problem]:
-    """One problem, the longest, of each dtype, head_dim and mask."""
-    return list({(p.dtype, p.head_dim, p.causal): p for p in problems}.values())
+    """One problem, the longest, of each dtype, head_dim and kind."""
+    return list({code(problem): problem for problem in problems}.values())
 
 
 def algorithms_table(ours: Sequence[Ours], kinds: Sequence[Problem]) -> tuple[Table, float]:
@@ -56,9 +61,9 @@ def algorithms_table(ours: Sequence[Ours], kinds: Sequence[Problem]) -> tuple[Ta
         notes=["Bytes and FLOPs are counted as the algorithm runs; the least reads inputs and writes outputs once."],
     )
     worst = 0.0
-    for kind in kinds:
+    for large in kinds:
         problem = Problem(
-            **SHAPE, head_dim=kind.head_dim, dtype=kind.dtype, causal=kind.causal, device="cpu", arch=None
+            **SHAPE, head_dim=large.head_dim, dtype=large.dtype, causal=large.causal, device="cpu", arch=None
         )
         tensors = random_tensors(problem)
         exact, _ = attention(*tensors, causal=problem.causal)
@@ -68,7 +73,7 @@ def algorithms_table(ours: Sequence[Ours], kinds: Sequence[Problem]) -> tuple[Ta
                 *tensors,
                 softmax_scale=problem.softmax_scale,
                 causal=problem.causal,
-                config=one.generation.default_config(kind),
+                config=one.generation.default_config(large),
                 memory=memory,
             )
             error = relative_error(out, exact)
@@ -87,7 +92,7 @@ def algorithms_table(ours: Sequence[Ours], kinds: Sequence[Problem]) -> tuple[Ta
 
 def kernel_reports(ours: Sequence[Ours], kinds: Sequence[Problem], console: Console) -> Reports:
     """Compiles the kernel that each generation would run for each problem, as many at a time as there are cores."""
-    jobs = {(kind, one.name): one.kernel(kind) for kind in kinds for one in ours if not one.why_not(kind)}
+    jobs = {(problem, one.name): one.kernel(problem) for problem in kinds for one in ours if not one.why_not(problem)}
 
     def compile_one(key_and_build: tuple) -> KernelReport | IsolatedFailure:
         try:
@@ -112,7 +117,7 @@ def kernels_table(reports: Reports, who: str) -> Table:
     for (problem, version), made in reports.items():
         if isinstance(made, IsolatedFailure):
             table.add(*_labels(problem), version, *["-"] * (len(table.columns) - table.labels))
-            table.notes.append(f"{version} d={problem.head_dim} {problem.mask_name} does not compile: {made}")
+            table.notes.append(f"{version} d={problem.head_dim} {kind(problem)} does not compile: {error_line(made)}")
             continue
         table.add(
             *_labels(problem),
@@ -124,11 +129,11 @@ def kernels_table(reports: Reports, who: str) -> Table:
             str(made.instructions.total()),
         )
         if faults := made.problems():
-            table.notes.append(f"{version} d={problem.head_dim} {problem.mask_name}: {'; '.join(faults)}")
+            table.notes.append(f"{version} d={problem.head_dim} {kind(problem)}: {'; '.join(faults)}")
         if made.why_no_instructions and made.why_no_instructions not in table.notes:
             table.notes.append(made.why_no_instructions)
     return table
 
 
 def _labels(problem: Problem) -> tuple[str, str, str]:
-    return problem.dtype_name, str(problem.head_dim), problem.mask_name
+    return problem.dtype_name, str(problem.head_dim), kind(problem)

@@ -48,7 +48,7 @@ def flash_attn_func(
 
     Raises ValueError for an unknown version, UnsupportedProblem for what the generation lacks, with those that have it.
     """
-    generation = _generation(version, q, k, v, {"causal": causal, "window_size": window_size, "softcap": softcap})
+    generation = _generation(version, q, k, v, (causal, window_size, softcap))
     return generation.flash_attn_func(
         q,
         k,
@@ -82,19 +82,13 @@ def flash_attn_varlen_func(
     config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_func` over packed sequences of different lengths: see `fa3.flash_attn_varlen_func`."""
-    sequences = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    mask = {"causal": causal, "window_size": window_size, "softcap": softcap}
-    generation = _generation(version, q, k, v, mask, sequences)
+    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    generation = _generation(version, q, k, v, (causal, window_size, softcap), sequences)
     return generation.flash_attn_varlen_func(
         q,
         k,
         v,
-        **sequences,
+        *sequences,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -164,24 +158,36 @@ def _check_version(version: str) -> None:
 
 
 def _generation(
-    version: str, q: Tensor, k: Tensor, v: Tensor, mask: dict[str, Any], sequences: dict[str, Any] | None = None
+    version: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: tuple[bool, Window, float],
+    sequences: tuple[Tensor, Tensor, int, int] | None = None,
 ) -> Generation:
     """The generation that runs such a call: chosen at the first, looked up at the next ones."""
     version = resolve(version)
-    arguments = mask if sequences is None else mask | sequences
     if torch.compiler.is_compiling():
-        return GENERATIONS[select(q, k, v, version=version, **arguments) if version == AUTO else version]
+        return GENERATIONS[_select(version, q, k, v, mask, sequences) if version == AUTO else version]
     try:
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         # Of packed sequences only the longest matter: they tell which bounds of a window hide something.
-        longest = sequences and (sequences["max_seqlen_q"], sequences["max_seqlen_k"])
-        key = (version, needs_grad, q.shape, q.dtype, q.device, k.shape, *mask.values(), longest)
+        longest = sequences and sequences[2:]
+        key = (version, needs_grad, q.shape, q.dtype, q.device, k.shape, mask, longest)
         generation = _choices.get(key)
     except (AttributeError, TypeError):  # no tensor, or an argument that cannot be hashed: the checks name it
-        return GENERATIONS[select(q, k, v, version=version, **arguments)]
+        return GENERATIONS[_select(version, q, k, v, mask, sequences)]
     if generation is None:
-        generation = GENERATIONS[select(q, k, v, version=version, **arguments)]
+        generation = GENERATIONS[_select(version, q, k, v, mask, sequences)]
         if len(_choices) >= MAX_CHOICES:
             _choices.clear()
         _choices[key] = generation
     return generation
+
+
+def _select(version: str, q: Tensor, k: Tensor, v: Tensor, mask: tuple, sequences: tuple | None) -> str:
+    arguments = dict(zip(("causal", "window_size", "softcap"), mask, strict=True))
+    if sequences is not None:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        arguments |= zip(names, sequences, strict=True)
+    return select(q, k, v, version=version, **arguments)

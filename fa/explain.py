@@ -82,11 +82,15 @@ class Explanation:
 
     def _work_rows(self) -> list[tuple[str, str]]:
         direction = "fwd+bwd" if self.problem.needs_grad else "fwd"
-        flops, size = self.problem.flops(direction), self.problem.bytes(direction)
+        size = self.problem.bytes(direction)
+        traffic = f"at least {size / 1e6:,.3f} MB"
+        if self.problem.varlen and self.problem.seqlens is None:
+            return [("work", "unknown, it depends on the sequences' lengths"), ("HBM", traffic)]
+        flops = self.problem.flops(direction)
         intensity = f", {flops / size:,.0f} FLOPs a byte" if size else ""
         return [
             ("work", f"{flops / 1e9:,.3f} GFLOP in matrix products ({direction})"),
-            ("HBM", f"at least {size / 1e6:,.3f} MB{intensity}"),
+            ("HBM", f"{traffic}{intensity}"),
         ]
 
 
@@ -158,7 +162,7 @@ def _kernel(problem: Problem, version: str | None, config: Any) -> Kernel | None
         return None
     generation = GENERATIONS[version]
     config = generation.default_config(problem) if config is None else config
-    launch = generation.shape_forward(problem, config)
+    launch = generation.shape_forward(problem, config, NUM_SMS)
     try:
         made = report(generation.forward_key(problem, config), generation.build_forward)
     except (ImportError, IsolatedFailure, ValueError) as error:  # no DSL, no compilation, an output of another compiler

@@ -118,6 +118,7 @@ class Forward:
         self.head_dim = key.head_dim
         self.width = whole_panels(key.head_dim)  # of a tile: head_dim and, where that ends inside a panel, zeros
         self.causal = key.causal
+        self.bounds = (None, 0 if key.causal else None)  # keys seen before and behind a query's own; None: all
         self.num_threads = THREADS_PER_WARP * key.config.num_warps
         self.keys_per_warp = key.config.tile_n // key.config.num_warps
 
@@ -325,7 +326,7 @@ class Forward:
         multiply(products.mma, products.acc_S, products.q[stage], products.k)
         first_key = n_block * self.config.tile_n + cute.arch.warp_idx() * self.keys_per_warp
         mask_scores(
-            products.acc_S, products.tScS, (m_block * tile_m, first_key), (tile.seqlen_q, tile.seqlen_k), self.causal
+            products.acc_S, products.tScS, (m_block * tile_m, first_key), (tile.seqlen_q, tile.seqlen_k), self.bounds
         )
         _, mMax, mSum = workspaces
         gMax = cute.local_tile(mMax[tile.batch, tile.head, None], (tile_m,), (m_block,))

@@ -9,7 +9,7 @@ from torch import Tensor
 from fa1 import algorithm
 from fa1.config import CAPABILITIES, Config, default_config
 from fa_common.compile import KernelKey
-from fa_common.generation import Generation, LaunchShape
+from fa_common.generation import Generation, Launch, LaunchShape
 from fa_common.problem import Problem
 
 
@@ -20,17 +20,19 @@ def build_forward(key: KernelKey, options: str = "") -> Any:
     return compile_forward(key, options)
 
 
-def launch_forward(
-    kernel: Callable, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
-) -> None:
-    """Runs the kernel over q, k, v, (batch, seqlen, heads, head_dim); O and its statistics go to HBM at each visit."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    o_acc = q.new_empty((batch, heads_q, seqlen_q, head_dim), dtype=torch.float32)
-    row_max, row_sum = q.new_empty((2, batch, heads_q, seqlen_q), dtype=torch.float32)
-    kernel(q, k, v, out, lse, o_acc, row_max, row_sum, softmax_scale)
+def bind_forward(kernel: Callable, problem: Problem, config: Config, num_sms: int) -> Launch:
+    """The launch of `kernel`, with a workspace: O and its statistics go to HBM at each visit."""
+    batch, heads, seqlen_q, softmax_scale = problem.batch, problem.heads_q, problem.seqlen_q, problem.softmax_scale
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: None) -> None:
+        o_acc = q.new_empty((batch, heads, seqlen_q, problem.head_dim), dtype=torch.float32)
+        row_max, row_sum = q.new_empty((2, batch, heads, seqlen_q), dtype=torch.float32)
+        kernel(q, k, v, out, lse, o_acc, row_max, row_sum, softmax_scale)
+
+    return launch
 
 
-def shape_forward(problem: Problem, config: Config) -> LaunchShape:
+def shape_forward(problem: Problem, config: Config, num_sms: int) -> LaunchShape:
     """One CTA for each head and batch, as in the paper, times q_splits."""
     return LaunchShape((config.q_splits, problem.heads_q, problem.batch), 32 * config.num_warps)
 
@@ -42,7 +44,7 @@ GENERATION = Generation(
     capabilities=CAPABILITIES,
     algorithm=algorithm,
     build_forward=build_forward,
-    launch_forward=launch_forward,
+    bind_forward=bind_forward,
     shape_forward=shape_forward,
 )
 flash_attn_func = GENERATION.flash_attn_func

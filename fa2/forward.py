@@ -110,6 +110,7 @@ class Forward:
         self.head_dim = key.head_dim
         self.width = whole_panels(key.head_dim)  # of a tile: head_dim and, where that ends inside a panel, zeros
         self.causal = key.causal
+        self.bounds = (None, 0 if key.causal else None)  # keys seen before and behind a query's own; None: all
         self.num_threads = THREADS_PER_WARP * key.config.num_warps
 
     @cute.jit
@@ -169,11 +170,10 @@ class Forward:
         # Causal tiles low in the matrix see the most keys; they start first, so that the last wave is short.
         m_block = cute.arch.grid_dim()[0] - 1 - block if const_expr(self.causal) else block
         seqlen_q, seqlen_k = mQ.shape[0], mK.shape[0]
-        num_blocks, num_full = visible_blocks(
-            m_block * self.config.tile_m, self.config.tile_m, self.config.tile_n, (seqlen_q, seqlen_k), self.causal
-        )
+        tile_m, tile_n = self.config.tile_m, self.config.tile_n
+        blocks = visible_blocks((m_block * tile_m, tile_m), tile_n, (seqlen_q, seqlen_k), self.bounds)
         head_kv = head // (mQ.shape[2] // mK.shape[2])
-        tile = Tile(m_block, head, head_kv, batch, seqlen_q, seqlen_k, num_blocks, num_full)
+        tile = Tile(m_block, head, head_kv, batch, seqlen_q, seqlen_k, blocks.end, blocks.full_end)
 
         copies = self.load(tile, tensors, shared)
         products, softmax = self.attend(tile, mma, shared, copies, scale_log2)
@@ -280,7 +280,7 @@ class Forward:
 
     def mask(self, n_block: Int32, tile: Tile, products: Products) -> None:
         origin = (tile.m_block * self.config.tile_m, n_block * self.config.tile_n)
-        mask_scores(products.acc_S, products.tScS, origin, (tile.seqlen_q, tile.seqlen_k), self.causal)
+        mask_scores(products.acc_S, products.tScS, origin, (tile.seqlen_q, tile.seqlen_k), self.bounds)
 
     @cute.jit
     def store(self, tile: Tile, tensors: tuple, shared: Shared, products: Products, softmax: OnlineSoftmax):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fa2 import algorithm
 from fa2.config import CAPABILITIES, Config, default_config
 from fa_common.compile import KernelKey
-from fa_common.generation import Generation, LaunchShape
+from fa_common.generation import Generation, Launch, LaunchShape
 from fa_common.problem import Problem
 
 
@@ -25,14 +25,17 @@ def build_forward(key: KernelKey, options: str = "") -> Any:
     return compile_forward(key, options)
 
 
-def launch_forward(
-    kernel: Callable, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
-) -> None:
-    """Runs the kernel over q, k, v, (batch, seqlen, heads, head_dim)."""
-    kernel(q, k, v, out, lse, softmax_scale)
+def bind_forward(kernel: Callable, problem: Problem, config: Config, num_sms: int) -> Launch:
+    """The launch of `kernel`."""
+    softmax_scale = problem.softmax_scale
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: None) -> None:
+        kernel(q, k, v, out, lse, softmax_scale)
+
+    return launch
 
 
-def shape_forward(problem: Problem, config: Config) -> LaunchShape:
+def shape_forward(problem: Problem, config: Config, num_sms: int) -> LaunchShape:
     """One CTA for each query block, head and batch."""
     num_m_blocks = -(-problem.seqlen_q // config.tile_m)
     return LaunchShape((num_m_blocks, problem.heads_q, problem.batch), 32 * config.num_warps)
@@ -45,7 +48,7 @@ GENERATION = Generation(
     capabilities=CAPABILITIES,
     algorithm=algorithm,
     build_forward=build_forward,
-    launch_forward=launch_forward,
+    bind_forward=bind_forward,
     shape_forward=shape_forward,
 )
 flash_attn_func = GENERATION.flash_attn_func

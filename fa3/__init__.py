@@ -22,12 +22,23 @@ softmax.py    the online softmax on register tiles
 sync.py       warp roles, named barriers, register budgets
 forward.py    the forward kernel; the backward has none yet
 interface.py  tensors in, tensors out
+kvcache.py    the same for decoding with a cache of K and V; keys in splits
+merge.py      the kernel that makes one result of those of the splits
 """
 
 from fa3.config import CAPABILITIES, Config
 from fa3.interface import backward, flash_attn_func, flash_attn_varlen_func, forward
+from fa3.kvcache import flash_attn_with_kvcache
 from fa_common.package import keep_functions
 
-__all__ = ["CAPABILITIES", "Config", "backward", "flash_attn_func", "flash_attn_varlen_func", "forward"]
+__all__ = [
+    "CAPABILITIES",
+    "Config",
+    "backward",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "forward",
+]
 
 keep_functions(__name__)

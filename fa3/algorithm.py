@@ -4,6 +4,7 @@ changed since fa2
   - S of the next block is issued before P V of the current one, so that softmax and a product run at once (3.2).
   - The backward issues S and dP together; dV runs while dS is computed, and a warp of its own adds dQ (B.1).
   - What plain PyTorch cannot show: TMA loads by a producer warp, WGMMA, two warpgroups that take turns (3.1).
+  - From elsewhere (Flash-Decoding, split-KV): a few queries' keys in splits, merged afterwards.
 unchanged
   - The loops, the recurrence, the bytes and the FLOPs: all of fa2's mathematics, in another order of issue.
 
@@ -76,6 +77,65 @@ def forward(
         memory.write(lse[:, queries], row_max + torch.log(row_sum))
     lse = rearrange(lse, "(b h) m 1 -> b h m", h=heads_q)
     return rearrange(out, "(b h) m d -> b m h d", h=heads_q).contiguous(), lse
+
+
+@counted
+def forward_split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    num_splits: int,
+    softmax_scale: float,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    config,
+    memory: Memory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`forward` of few queries with the keys they see shared out, num_splits ways, so that a GPU has enough to do.
+
+    Each split attends to its even share of the key blocks as if it were all, here in one step; `merge` does the rest.
+    """
+    seqlen_q, (seqlen_k, heads_kv) = q.shape[1], k.shape[1:3]
+    mask = Mask(seqlen_q, seqlen_k, causal, window)
+    q = rearrange(q, "b m (h g) d -> (b h) g m d", h=heads_kv)  # the query heads that share K and V are rows of one Q
+    k, v = (rearrange(x, "b n h d -> (b h) 1 n d") for x in (k, v))
+    Q = memory.read(q)
+    outs = Q.new_zeros((num_splits, *Q.shape))
+    lses = Q.new_full((*outs.shape[:-1], 1), -torch.inf)
+
+    n_blocks = BlockMask(mask, seqlen_q, config.tile_n).n_blocks(0)
+    share = max(1, -(-len(n_blocks) // num_splits))
+    for split, first in enumerate(range(0, len(n_blocks), share)):  # splits past the last key block have no key
+        blocks = n_blocks[first : first + share]
+        keys = slice(blocks[0] * config.tile_n, min((blocks[-1] + 1) * config.tile_n, seqlen_k))
+        K, V = memory.read(k[:, :, keys]), memory.read(v[:, :, keys])
+        S = softmax_scale * (Q @ K.mT)  # (batch * heads_kv, group, queries, keys)
+        if softcap:
+            S = softcap * torch.tanh(S / softcap)
+        S = S.masked_fill(~mask.visible(slice(0, seqlen_q), keys, S.device), -torch.inf)
+        row_max = S.amax(-1, keepdim=True).clamp(min=torch.finfo(S.dtype).min)  # finite, as in forward
+        P = torch.exp(S - row_max)
+        row_sum = P.sum(-1, keepdim=True)
+        memory.write(outs[split], rounded(P, v.dtype) @ V / row_sum.clamp(min=1))
+        memory.write(lses[split], row_max + torch.log(row_sum))
+    O, LSE = merge(memory.read(outs), memory.read(lses))
+    out, lse = torch.empty_like(q), torch.empty_like(LSE)
+    memory.write(out, O)
+    memory.write(lse, LSE)
+    lse = rearrange(lse, "(b h) g m 1 -> b (h g) m", h=heads_kv)
+    return rearrange(out, "(b h) g m d -> b m (h g) d", h=heads_kv).contiguous(), lse
+
+
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) over all keys from those over each split's, (splits, ..., head_dim) and (splits, ..., 1).
+
+    Of the whole row sum, exp(lse), a split holds exp(lse_s). One without a key has lse -inf and counts nothing.
+    """
+    lse = torch.logsumexp(lses, 0)
+    shares = torch.exp(lses - lse.clamp(min=torch.finfo(lse.dtype).min))  # no key at all: exp(-inf - finite) = 0
+    return (shares * outs).sum(0), lse
 
 
 @counted

@@ -1,6 +1,7 @@
 """What FA3's kernels are built from: tiles, stages and the ideas that can be switched off one at a time."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from fa_common.capabilities import Capabilities
 from fa_common.problem import Problem
@@ -10,11 +11,13 @@ CAPABILITIES = Capabilities(
     archs=(90,),
     dtypes=("float16", "bfloat16"),
     head_dims=tuple(range(8, 257, 8)),
-    varlen=False,
-    window=False,
-    softcap=False,
+    varlen=True,
+    window=True,
+    softcap=True,
     backward=False,
 )
+SCHEDULERS = ("static", "dynamic")
+SHORT_QUERIES = 16  # up to so many, the query heads of a K/V head are packed into one tile
 
 
 @dataclass(frozen=True)
@@ -27,23 +30,40 @@ class Config:
     tile_m: int = 128  # queries per CTA, 64 for each consumer warpgroup
     tile_n: int = 128  # keys per block
     stages: int = 2  # K/V blocks in flight in shared memory
-    pingpong: bool = switch("ping-pong", "FA3 3.1")
+    scheduler: str = "static"  # which tile a persistent CTA takes next: every n-th, or what an atomic counter says
+    tma: bool = switch("TMA loads", "FA3 2.2")  # else cp.async, 16 bytes a thread
+    warp_specialized: bool = switch("warp specialization", "FA3 3.1")  # else the computing warps load as well
+    setmaxnreg: bool = switch("register reallocation", "FA3 3.1", requires=("warp_specialized",))
+    pingpong: bool = switch("ping-pong", "FA3 3.1", requires=("warp_specialized",))
     overlap_gemm_softmax: bool = switch("GEMM-softmax overlap", "FA3 3.2")
+    p_in_registers: bool = switch("P in registers", "FA3 code")  # else P V reads P from shared memory
     lazy_rescale: bool = switch("lazy rescale", "FA4")  # of O, only once P would outgrow 2^8
-    cluster: bool = switch("2-CTA multicast", "FA3 code", default=False)  # two CTAs load each K/V block for both
+    persistent: bool = switch("persistent CTAs", "FA3 code", requires=("warp_specialized",))
+    epilogue_overlap: bool = switch("epilogue overlap", "FA3 code", requires=("persistent",))  # O has its own memory
+    lpt_order: bool = switch("longest tiles first", "FA3 code")  # causal: those low in the matrix see the most keys
+    cluster: bool = switch("2-CTA multicast", "FA3 code", requires=("tma", "warp_specialized"), default=False)
+    pack_gqa: bool = switch("packed GQA", "FA3 code", default=False)  # a K/V head's query heads are rows of one tile
 
     def __post_init__(self):
         check(self)
-        if self.tile_m not in (64, 128, 192):
+        if self.tile_m not in (64, 128, 192, 256):
             raise ValueError(
-                f"tile_m must be 64, 128 or 192 (1 to 3 consumer warpgroups of 64 rows); got {self.tile_m}"
+                f"tile_m must be 64, 128, 192 or 256 (1 to 4 consumer warpgroups of 64 rows); got {self.tile_m}"
             )
         if self.pingpong and self.tile_m == 64:
-            raise ValueError("pingpong=True needs at least two consumer warpgroups, tile_m 128 or 192; got tile_m 64")
+            raise ValueError("pingpong=True needs at least two consumer warpgroups, tile_m 128 or more; got tile_m 64")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n must be a multiple of 16 up to 256 (the width of one WGMMA); got {self.tile_n}")
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1 (a K/V block to load into); got {self.stages}")
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {self.scheduler!r}")
+        if self.scheduler == "dynamic" and (self.cluster or not self.persistent or not self.tma):
+            raise ValueError(
+                "scheduler='dynamic' needs persistent=True, tma=True and cluster=False (the one warp that loads draws "
+                "the tiles, for its CTA alone); "
+                f"got persistent={self.persistent}, tma={self.tma}, cluster={self.cluster}"
+            )
 
     @property
     def num_consumer_warpgroups(self) -> int:
@@ -51,17 +71,41 @@ class Config:
 
 
 def default_config(problem: Problem) -> Config:
-    """The tiles measured fastest on an H200 for this head_dim, mask and length (docs/fa3.md)."""
-    # Timed at head_dim 64, 128 and 256; 96 and 192 take tiles that fit and do not spill.
+    """The tiles measured fastest on an H200 at head_dim 64, 128 and 256 for this mask and length (docs/fa3.md).
+
+    In between, and for windows, softcap and packed sequences, tiles that fit and do not spill.
+    """
+    if problem.group > 1 and problem.seqlen_q <= SHORT_QUERIES:
+        return few_queries_config(problem)
+    # Tiles of unequal length: whoever is done draws the next one.
+    scheduler = "dynamic" if problem.causal or problem.varlen or problem.window != (None, None) else "static"
+    is_plain = not (problem.varlen or problem.softcap or problem.window != (None, None))
+    schedule = partial(Config, scheduler=scheduler)
     if problem.head_dim <= 64:
-        # Half the work of d = 128 for each exponential: three warpgroups, so that one is always at the tensor cores.
-        return Config(tile_m=192, tile_n=128, stages=2)
+        if not is_plain:
+            return schedule(tile_m=192, tile_n=80, stages=3)
+        if problem.causal or problem.seqlen_k <= 4096:
+            # Four consumer warpgroups: the more there are, the better they hide each other's latencies.
+            return schedule(tile_m=256, tile_n=64, stages=3)
+        # WGMMA reads Q from shared memory for each 64 keys: on long rows wider blocks outweigh the fourth warpgroup.
+        return schedule(tile_m=192, tile_n=128, stages=3)
     if problem.head_dim <= 96:
-        return Config(tile_m=192, tile_n=96, stages=2)
+        return schedule(tile_m=192, tile_n=96 if is_plain else 64, stages=2)
     if problem.head_dim <= 128:
-        if problem.causal and problem.seqlen_k < 4096:
-            # Short rows: 192 rows would mask three or four blocks of each tile's few.
-            return Config(tile_m=128, tile_n=128, stages=2)
+        if not is_plain or problem.seqlen_k < 2048:
+            # Short rows: few blocks each, of which 192 rows would mask more.
+            return schedule(tile_m=128, tile_n=128, stages=2)
         # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
-        return Config(tile_m=192, tile_n=80, stages=2 if problem.causal else 3)
-    return Config(tile_m=128, tile_n=96 if problem.head_dim <= 192 else 64, stages=2)
+        return schedule(tile_m=192, tile_n=80, stages=3)
+    # Shared memory has no room for O beside Q.
+    tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
+    return schedule(tile_m=128, tile_n=tile_n, stages=2, epilogue_overlap=False)
+
+
+def few_queries_config(problem: Problem) -> Config:
+    """For a few queries of many heads (decoding): the heads that share K and V become rows of one tile."""
+    tile_m = 64 if problem.seqlen_q * problem.group <= 64 else 128
+    tile_n = 128 if problem.head_dim <= 128 else 64
+    return Config(
+        tile_m=tile_m, tile_n=tile_n, pingpong=tile_m > 64, pack_gqa=True, epilogue_overlap=False, lpt_order=False
+    )

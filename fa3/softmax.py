@@ -91,8 +91,9 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(cute.size(O, mode=[0])):
             row_sum = quad_sum(self.row_sum[r])
             no_key = row_sum == 0.0
-            inverse = Float32(0.0) if no_key else cute.arch.rcp_approx(row_sum)
-            O[r, None].store(O[r, None].load() * inverse)
+            O[r, None].store(O[r, None].load() * cute.arch.rcp_approx(row_sum))
+            if no_key:
+                O[r, None].fill(0.0)  # whatever V held: 0 * NaN is NaN
             log2_sum = cute.math.log2(row_sum, fastmath=True)
             lse[r] = -Float32.inf if no_key else (self.row_max[r] * self.scale_log2 + log2_sum) * math.log(2.0)
         return lse
@@ -104,3 +105,13 @@ def rescale_rows(acc_O: cute.Tensor, rescale: cute.Tensor):
     O = as_rows_and_columns(acc_O)
     for r in cutlass.range_constexpr(cute.size(O, mode=[0])):
         O[r, None].store(O[r, None].load() * rescale[r])
+
+
+@cute.jit
+def cap_scores(acc_S: cute.Tensor, scale: Float32):
+    """S = tanh(scale * S), in place, as 1 - 2 / (1 + exp(2 * scale * S)): tanh.approx is right to 11 bits only, which a
+    softcap of 50 makes an error of 2 % in P."""
+    twice_log2 = scale * (2.0 * math.log2(math.e))
+    for i in cutlass.range_constexpr(cute.size(acc_S)):
+        exponential = cute.math.exp2(acc_S[i] * twice_log2, fastmath=True)
+        acc_S[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exponential)

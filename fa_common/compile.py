@@ -34,6 +34,10 @@ class KernelKey:
     head_dim: int
     causal: bool
     config: Any  # the generation's frozen Config
+    window: bool = False  # whether keys are bounded left and right by numbers known at run time; causal is False then
+    softcap: bool = False  # by a number known at run time
+    sequences: str = "dense"  # (batch, seqlen, heads, head_dim); "packed": (total, heads, head_dim) with cu_seqlens
+    splits: bool = False  # whether the keys are split among CTAs, whose results are yet to be merged
     arch: str = "sm_90a"
 
 
@@ -120,8 +124,9 @@ def cache_entry(key: KernelKey) -> CacheEntry | None:
     directory = usable_directory()
     if directory is None:
         return None
-    mask = "causal" if key.causal else "full"
-    title = f"{key.version}_{key.direction}_{key.dtype}_d{key.head_dim}_{mask}"
+    mask = "window" if key.window else "causal" if key.causal else "full"
+    kinds = (key.softcap and "softcap", key.sequences != "dense" and key.sequences, key.splits and "splits")
+    title = "_".join([key.version, key.direction, key.dtype, f"d{key.head_dim}", mask, *filter(None, kinds)])
     return CacheEntry(directory, title, _identity(key))
 
 

@@ -4,9 +4,12 @@
     torch.compile, or gradient   flash_attn_func -> operator faN::forward -> forward
       and on the way back                           operator faN::backward -> backward
 
-A run is a function (q, k, v, out, lse) -> (out, lse) with every check passed and every choice made: it launches a CUDA
-kernel, or on a CPU runs the generation's algorithm. What those choices depend on (shapes, strides, types, arguments)
-finds it again, in one dict lookup: a call has no more than a few microseconds of host time to spend.
+On a GPU a run is a function (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> (out, lse) with every choice made: it
+allocates and launches. What those choices depend on finds it again, in one dict lookup: a call has no more than a few
+microseconds of host time to spend. For the same reason nothing is looked at twice. A compiled kernel checks what it is
+given before it launches (types, sizes against one another, strides, alignment), so a prepared call leaves that to it,
+and comes back to the checks that name what is wrong only if the kernel refuses. The kernel also makes its tensors'
+device the current one, for the launch alone, and launches on that device's current stream.
 """
 
 import functools
@@ -26,15 +29,20 @@ from fa_common.operators import NUM_DENSE_ARGUMENTS, Arguments, define_operators
 from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
 
 ALIGNMENT = 16  # bytes: what cp.async and TMA ask of an address, and so of a base and of every stride but the last
+CONTIGUOUS = torch.contiguous_format
 MAX_RUNS = 4096  # prepared runs kept at once, a bound for programs whose shapes never repeat
 
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+# (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k); the last two are None unless sequences are packed
+Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
+Run = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor]
+]
 
 
 class LaunchShape(NamedTuple):
     """What a kernel is launched with."""
 
-    grid: tuple[int, int, int]  # CTAs
+    grid: tuple[int, int, int]  # CTAs; of packed sequences as many as there may have to be
     num_threads: int  # of each
 
     @property
@@ -52,8 +60,8 @@ class Generation:
     capabilities: Capabilities
     algorithm: ModuleType  # forward and backward in plain PyTorch
     build_forward: Callable[[KernelKey, str], Any]  # compiles the kernel
-    launch_forward: Callable[..., None]  # (kernel, q, k, v, out, lse, softmax_scale)
-    shape_forward: Callable[[Problem, Any], LaunchShape]
+    bind_forward: Callable[[Callable, Problem, Any, int], Launch]  # (kernel, problem, config, num_sms)
+    shape_forward: Callable[[Problem, Any, int], LaunchShape]  # (problem, config, num_sms)
     _operator: Callable = field(init=False)  # faN::forward
     _runs: dict[tuple, Run] = field(default_factory=dict, init=False)
 
@@ -171,9 +179,8 @@ class Generation:
         for those who bring their own autograd: no gradient flows through it.
         """
         arguments = (softmax_scale, causal, window_size, softcap, False, config)
-        sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        if sequences.count(None) < len(sequences):
-            arguments = (*arguments, *sequences)
+        if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
+            arguments += (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return self._run(q, k, v, arguments, out, lse)
 
     def backward(
@@ -224,13 +231,17 @@ class Generation:
 
     def forward_key(self, problem: Problem, config: Any) -> KernelKey:
         """The compiled kernel that the forward of a CUDA problem launches."""
+        windowed = problem.window != (None, None)
         return KernelKey(
             version=self.name,
             direction="forward",
             dtype=problem.dtype_name,
             head_dim=problem.head_dim,
-            causal=problem.causal,
+            causal=problem.causal and not windowed,  # else its right bound is one of the window's numbers
             config=config,
+            window=windowed,
+            softcap=problem.softcap > 0,
+            sequences="packed" if problem.varlen else "dense",
         )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple) -> tuple[Tensor, Tensor]:
@@ -264,17 +275,21 @@ class Generation:
         self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Runs the forward as prepared for a call like this one, now or earlier."""
-        if len(arguments) > NUM_DENSE_ARGUMENTS:  # the values in cu_seqlens decide too
-            return self._prepare(q, k, v, arguments, out, lse)(q, k, v, out, lse)
+        cu_seqlens_q = cu_seqlens_k = outputs = None
         try:
+            described = arguments
+            if len(arguments) > NUM_DENSE_ARGUMENTS:  # of cu_seqlens the values are the kernel's business
+                *described, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = arguments
+                bounds = (cu_seqlens_q.shape, cu_seqlens_q.get_device(), cu_seqlens_k.get_device())
+                described = (*described, max_seqlen_q, max_seqlen_k, bounds)
+            if out is not None or lse is not None:
+                outputs = (out is None or (out.stride(), out.get_device()), lse is None or (lse.get_device(),))
+            # What the choices depend on, and what a kernel does not check: a stride that no element uses, and that all
+            # tensors are on one device. Each attribute costs 0.1 us: shapes and types of v, out and lse it does check.
             # fmt: off
             key = (
-                q.shape, q.stride(), q.dtype, q.device,
-                k.shape, k.stride(), k.dtype, k.device,
-                v.shape, v.stride(), v.dtype, v.device,
-                arguments,
-                None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-                None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
+                q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.get_device(),
+                v.stride(), v.get_device(), described, outputs,
             )
             # fmt: on
             run = self._runs.get(key)
@@ -282,55 +297,58 @@ class Generation:
             self._checked(q, k, v, arguments)  # raises the error that names it
             raise
         if run is None:
-            run = self._prepare(q, k, v, arguments, out, lse)
+            problem, config = self._checked(q, k, v, arguments, needs_grad=False)
+            check_outputs(problem, q, out, lse)
+            if _runs_without_kernel(problem):
+                return self._run_algorithm(problem, config, q, k, v, out, lse)
+            run = self._prepare(problem, config, q, k, v)
             if len(self._runs) >= MAX_RUNS:
                 self._runs.clear()
             self._runs[key] = run
-        return run(q, k, v, out, lse)
+        try:
+            return run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        except (TypeError, ValueError):  # the kernel's refusal: nothing was launched
+            aligned = [x.clone(memory_format=CONTIGUOUS) if x.data_ptr() % ALIGNMENT else x for x in (q, k, v)]
+            if aligned[0] is q and aligned[1] is k and aligned[2] is v:
+                problem, _ = self._checked(q, k, v, arguments, needs_grad=False)
+                check_outputs(problem, q, out, lse)
+                raise
+        return self._run(*aligned, arguments, out, lse)
 
-    def _prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple, out: Tensor | None, lse: Tensor | None
-    ) -> Run:
-        """Checks the call, makes every choice, compiles or loads the kernel."""
-        problem, config = self._checked(q, k, v, arguments, needs_grad=False)
-        _check_like("out", out, q.shape, q.dtype, q.device)
-        _check_like("lse", lse, lse_shape(q), torch.float32, q.device)
-        if problem.device == "cpu" or problem.is_empty:
-            return functools.partial(self._run_algorithm, problem, config)
-        if out is not None and (_is_unreadable(out) or 0 in out.stride()):
-            raise ValueError(
-                f"out must have a last stride of 1 and others that are positive multiples of {ALIGNMENT} bytes; "
-                f"got strides {out.stride()} of {out.dtype}"
-            )
-        if lse is not None and not lse.is_contiguous():
-            raise ValueError(f"lse must be contiguous; got strides {lse.stride()}")
-        return self._kernel_run(problem, config, q, k, v)
-
-    def _kernel_run(self, problem: Problem, config: Any, q: Tensor, k: Tensor, v: Tensor) -> Run:
-        """The run that launches the forward kernel over tensors laid out like these."""
+    def _prepare(self, problem: Problem, config: Any, q: Tensor, k: Tensor, v: Tensor) -> Run:
+        """Compiles or loads the kernel and makes every choice of a call whose tensors are laid out like these."""
         kernel = load(self.forward_key(problem, config), self.build_forward)
-        launch, softmax_scale, device = self.launch_forward, problem.softmax_scale, q.get_device()
-        shape_of_lse, contiguous = lse_shape(q), torch.contiguous_format
-        copy_q, copy_k, copy_v = map(_is_unreadable, (q, k, v))
+        num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        launch = self.bind_forward(kernel, problem, config, num_sms)
+        copy_q, copy_k, copy_v = map(is_unreadable, (q, k, v))
+        # To bind what an allocation is made of, and leave out a memory format that is q's already, saves 0.2 us each.
+        allocate_out, like = torch.empty_like, torch.empty(lse_shape(q), device="meta")
+        if not (copy_q or q.is_contiguous()):
+            allocate_out = functools.partial(torch.empty_like, memory_format=CONTIGUOUS)
+        allocate_lse = functools.partial(
+            torch.empty_strided, like.shape, like.stride(), dtype=torch.float32, device=q.device
+        )
 
-        def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-            if copy_q or q.data_ptr() % ALIGNMENT:
-                q = q.clone(memory_format=contiguous)
-            if copy_k or k.data_ptr() % ALIGNMENT:
-                k = k.clone(memory_format=contiguous)
-            if copy_v or v.data_ptr() % ALIGNMENT:
-                v = v.clone(memory_format=contiguous)
+        def run(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor | None,
+            lse: Tensor | None,
+            cu_seqlens_q: Tensor | None,
+            cu_seqlens_k: Tensor | None,
+        ) -> tuple[Tensor, Tensor]:
+            if copy_q:
+                q = q.clone(memory_format=CONTIGUOUS)
+            if copy_k:
+                k = k.clone(memory_format=CONTIGUOUS)
+            if copy_v:
+                v = v.clone(memory_format=CONTIGUOUS)
             if out is None:
-                out = torch.empty_like(q, memory_format=contiguous)
-            elif out.data_ptr() % ALIGNMENT:
-                raise ValueError(f"out must be aligned to {ALIGNMENT} bytes; got address {out.data_ptr():#x}")
+                out = allocate_out(q)
             if lse is None:
-                lse = q.new_empty(shape_of_lse, dtype=torch.float32)
-            if torch.cuda.current_device() == device:
-                launch(kernel, q, k, v, out, lse, softmax_scale)
-            else:
-                with torch.cuda.device(device):
-                    launch(kernel, q, k, v, out, lse, softmax_scale)
+                lse = allocate_lse()
+            launch(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
             return out, lse
 
         return run
@@ -394,7 +412,29 @@ def _check_like(
         )
 
 
-def _is_unreadable(tensor: Tensor) -> bool:
+def check_outputs(problem: Problem, q: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
+    """That the outputs given, None if to be allocated, are such that the problem's run can write them."""
+    _check_like("out", out, q.shape, q.dtype, q.device)
+    _check_like("lse", lse, lse_shape(q), torch.float32, q.device)
+    if _runs_without_kernel(problem):
+        return
+    if out is not None and (is_unreadable(out) or 0 in out.stride()):
+        raise ValueError(
+            f"out must have a last stride of 1 and others that are positive multiples of {ALIGNMENT} bytes; "
+            f"got strides {out.stride()} of {out.dtype}"
+        )
+    if out is not None and out.data_ptr() % ALIGNMENT:
+        raise ValueError(f"out must be aligned to {ALIGNMENT} bytes; got address {out.data_ptr():#x}")
+    if lse is not None and not lse.is_contiguous():
+        raise ValueError(f"lse must be contiguous; got strides {lse.stride()}")
+
+
+def _runs_without_kernel(problem: Problem) -> bool:
+    """Whether the algorithm runs it, or nothing does because there is no score."""
+    return problem.device == "cpu" or problem.is_empty
+
+
+def is_unreadable(tensor: Tensor) -> bool:
     """Whether the kernels cannot read these strides: the last is not 1, or another no multiple of 16 bytes."""
     *strides, last = tensor.stride()
     return last != 1 or any(stride * tensor.itemsize % ALIGNMENT for stride in strides)

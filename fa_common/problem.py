@@ -147,7 +147,7 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """No score exists, so there is nothing to launch: out is 0 and LSE is -inf, or both have no element."""
-        return self.total_q == 0 or self.total_k == 0
+        return self.batch == 0 or self.total_q == 0 or self.total_k == 0
 
     @property
     def mask_name(self) -> str:

@@ -79,39 +79,68 @@ def round_to_operand_a(acc: cute.Tensor, rP: cute.Tensor) -> None:
         pairs[i] = rounded_pair(acc[2 * i], acc[2 * i + 1], rP.element_type)
 
 
-def visible_blocks(first_query: Int32, tile_m: int, tile_n: int, seqlens: tuple, causal: bool) -> tuple[Int32, Int32]:
-    """(num_blocks, num_full): how many key blocks a query tile sees; how many of those, from key 0 on, it sees whole.
+@dataclass(frozen=True)
+class KeyBlocks:
+    """The key blocks that some queries see: [begin, end); those of [full_begin, full_end) every query sees whole."""
 
-    Causal is aligned bottom-right: query i sees the keys up to i + seqlen_k - seqlen_q. At least one block is visited,
-    so that a tile without any key still writes its zeros; its mask hides every score.
+    begin: Int32
+    full_begin: Int32
+    full_end: Int32
+    end: Int32
+
+    def is_masked(self, n_block: Int32) -> Boolean:
+        """Whether some query does not see the whole block."""
+        return (n_block >= self.full_end) | (n_block < self.full_begin)
+
+
+def visible_blocks(queries: tuple, tile_n: int, seqlens: tuple, bounds: tuple) -> KeyBlocks:
+    """The key blocks that `queries`, (first, number), see; at least one, so that a tile without a key writes its zeros.
+
+    `bounds` is (left, right): how many keys before and behind its own position a query sees, None (static) for all;
+    causal is (None, 0). Positions are aligned bottom-right: query i faces key i + seqlen_k - seqlen_q.
     """
-    seqlen_q, seqlen_k = seqlens
-    end, full_end = seqlen_k, seqlen_k
-    if const_expr(causal):
-        first_visible = first_query + 1 + seqlen_k - seqlen_q
-        end = cutlass.min(seqlen_k, first_visible + tile_m - 1)
-        full_end = cutlass.min(seqlen_k, first_visible)
-    return cutlass.max(cute.ceil_div(end, tile_n), 1), cutlass.max(full_end, 0) // tile_n
+    (first, number), (seqlen_q, seqlen_k), (left, right) = queries, seqlens, bounds
+    facing = first + seqlen_k - seqlen_q
+    begin, full_begin, full_end, end = 0, 0, seqlen_k, seqlen_k
+    if const_expr(right is not None):
+        end = cutlass.min(seqlen_k, facing + number + right)
+        full_end = cutlass.min(seqlen_k, facing + 1 + right)
+    num_blocks = cutlass.max(cute.ceil_div(end, tile_n), 1)
+    num_full = cutlass.max(full_end, 0) // tile_n
+    if const_expr(left is None):
+        return KeyBlocks(Int32(0), Int32(0), num_full, num_blocks)
+    begin = cutlass.min(cutlass.max(facing - left, 0) // tile_n, num_blocks - 1)
+    full_begin = cute.ceil_div(cutlass.max(facing + number - 1 - left, 0), tile_n)
+    full_begin = cutlass.min(cutlass.max(full_begin, begin), num_blocks)
+    return KeyBlocks(begin, full_begin, cutlass.max(num_full, full_begin), num_blocks)
 
 
 @cute.jit
-def mask_scores(acc_S: cute.Tensor, tScS: cute.Tensor, origin: tuple, seqlens: tuple, causal: cutlass.Constexpr):
-    """Sets the scores of keys that a query does not see to -inf; `origin` is the tile's first (query, key).
+def mask_scores(
+    acc_S: cute.Tensor, tScS: cute.Tensor, origin: tuple, seqlens: tuple, bounds: tuple, group: Int32 | None = None
+):
+    """Sets the scores of keys that a query does not see to -inf; `origin` is the tile's first (row, key).
 
-    A select for each element, not a branch (docs/dsl-notes.md).
+    `group` rows belong to one query, one if None. A select for each element, not a branch (docs/dsl-notes.md).
     """
     S, cS = as_rows_and_columns(acc_S), as_rows_and_columns(tScS)
-    first_query, first_key = origin
-    seqlen_q, seqlen_k = seqlens
+    (first_row, first_key), (seqlen_q, seqlen_k), (left, right) = origin, seqlens, bounds
     for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-        query, key = cS[r, 0]
-        num_visible = seqlen_k
-        if const_expr(causal):
-            num_visible = cutlass.min(seqlen_k, first_query + query + 1 + seqlen_k - seqlen_q)
+        row, column = cS[r, 0]
+        query = first_row + row if const_expr(group is None) else (first_row + row) // group
+        facing = query + seqlen_k - seqlen_q
+        end = seqlen_k
+        if const_expr(right is not None):
+            end = cutlass.min(seqlen_k, facing + 1 + right)
         # Counted from this thread's first column; its c-th lies a constant further (see the picture above).
-        num_visible = num_visible - first_key - key
+        end = end - first_key - column
+        begin = Int32(0) if const_expr(left is None) else facing - left - first_key - column
         for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = -Float32.inf if num_visible <= c // 2 * 8 + c % 2 else S[r, c]
+            place = c // 2 * 8 + c % 2
+            hidden = end <= place
+            if const_expr(left is not None):
+                hidden = hidden | (begin > place)
+            S[r, c] = -Float32.inf if hidden else S[r, c]
 
 
 def quad_max(x: Float32) -> Float32:
@@ -146,8 +175,9 @@ def check_shared_memory(num_bytes: int, config, head_dim: int) -> None:
 
 
 def fake_sequences(dtype: type, shape: tuple) -> cute.Tensor:
-    """(batch, seqlen, heads, head_dim) of any 16-byte aligned strides, 64-bit, with a unit last one."""
-    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+    """(batch, seqlen, heads, head_dim), or with other first modes, of any 16-byte aligned strides, 64-bit, with a unit
+    last one."""
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in shape[1:])
     return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
 
 
@@ -159,6 +189,11 @@ def fake_accumulator(shape: tuple) -> cute.Tensor:
 def fake_rows(shape: tuple) -> cute.Tensor:
     """Contiguous fp32, the last mode innermost: LSE and other statistics of a row."""
     return make_fake_compact_tensor(Float32, shape, stride_order=tuple(reversed(range(len(shape)))))
+
+
+def fake_lengths(size) -> cute.Tensor:
+    """(size,) int32: lengths, or sums of lengths."""
+    return make_fake_compact_tensor(Int32, (size,))
 
 
 # ---- Ampere-style tiles: cp.async into swizzled shared memory, ldmatrix out of it (fa1, fa2)

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import fa
 from fa_common import reference
 from fa_common.masks import Mask
-from fa_common.problem import Problem
+from fa_common.problem import Problem, UnsupportedProblem, Window
 from fa_common.switches import label, switches, without
 
 pytestmark = pytest.mark.gpu
@@ -83,37 +83,66 @@ def forward(version: str, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[T
     return import_module(version).forward(q, k, v, **options)
 
 
-def pytorch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) by PyTorch's own math: out in the inputs' type, lse in float32."""
+class Expected(NamedTuple):
+    """What a result is held against."""
+
+    exact: tuple[Tensor, Tensor]  # (out, lse) in float64
+    pytorch: tuple[Tensor, Tensor]  # the same by PyTorch's own math: out in the inputs' type, lse in float32
+    size_of_scores: float  # what the roundings of an LSE are in proportion to, at least
+
+
+def expect(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window = (None, None),
+    softcap: float = 0.0,
+) -> Expected:
+    """From the 16-bit inputs themselves."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    exact = reference.attention(q, k, v, causal=causal, softmax_scale=scale, window=window, softcap=softcap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    mask = Mask(q.shape[2], k.shape[2], causal)
+    mask = Mask(q.shape[2], k.shape[2], causal, window)
     visible = mask.visible(slice(0, mask.seqlen_q), slice(0, mask.seqlen_k), q.device)
-    with sdpa_kernel(SDPBackend.MATH):
-        out = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
-    S = scale * (q.float() @ k.float().mT)
-    lse = S.masked_fill(~visible, -torch.inf).logsumexp(-1)
-    return out.transpose(1, 2).nan_to_num(), lse  # nan_to_num: rows without keys
+    S, size_of_scores = scale * (q.float() @ k.float().mT), 1.0
+    if softcap:
+        # Near its cap a score is 1 less next to nothing, times softcap; and it was rounded before it was capped.
+        size_of_scores = max(softcap, maximum(S))
+        S = softcap * torch.tanh(S / softcap)
+    S = S.masked_fill(~visible, -torch.inf)
+    if softcap:  # unknown to scaled_dot_product_attention
+        out = (S.softmax(-1) @ v.float()).to(q.dtype)
+    else:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    out = out.transpose(1, 2).nan_to_num()  # rows without keys
+    return Expected(exact, (out, S.logsumexp(-1)), size_of_scores)
 
 
-def check(name: object, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal=False, scale=None) -> None:
-    """Against float64 of the same 16-bit inputs: at most twice PyTorch's error, plus a rounding of the result."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    expected_out, expected_lse = reference.attention(q, k, v, causal=causal, softmax_scale=scale)
-    pytorch_out, pytorch_lse = pytorch_attention(q, k, v, causal, scale)
-    assert out.dtype == q.dtype, name
+def check(name: object, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal=False, **options) -> None:
+    """Against float64 of the same 16-bit inputs; the options are those of `expect`."""
+    assert_close(name, out, lse, expect(q, k, v, causal, **options))
+
+
+def assert_close(name: object, out: Tensor, lse: Tensor, expected: Expected) -> None:
+    """At most twice PyTorch's error, plus a rounding of the result."""
+    (expected_out, expected_lse), (pytorch_out, pytorch_lse), size_of_scores = expected
+    assert out.dtype == pytorch_out.dtype, name
     assert lse.dtype == torch.float32, name
     assert torch.equal(lse.isneginf(), expected_lse.isneginf()), f"{name}: LSE is -inf in the wrong rows"
-    assert not out[expected_lse.isneginf().transpose(1, 2)].any(), f"{name}: a row without keys is not 0"
+    assert not out[expected_lse.isneginf().mT].any(), f"{name}: a row without keys is not 0"
     lse, expected_lse, pytorch_lse = (x[~expected_lse.isneginf()] for x in (lse, expected_lse, pytorch_lse))
-    for what, ours, exact, theirs, rounding in (
-        ("out", out, expected_out, pytorch_out, torch.finfo(out.dtype).eps / 2),
+    for what, ours, exact, theirs, rounding, least in (
+        ("out", out, expected_out, pytorch_out, torch.finfo(out.dtype).eps / 2, 0.0),
         # Exponential, sum and logarithm each round once or twice, and LSE is a sum with the row maximum.
-        ("LSE", lse, expected_lse, pytorch_lse, 8 * torch.finfo(torch.float32).eps),
+        ("LSE", lse, expected_lse, pytorch_lse, 8 * torch.finfo(torch.float32).eps, size_of_scores),
     ):
         for norm, of in (("max", maximum), ("RMS", root_mean_square)):
             error, their_error = of(ours.double() - exact), of(theirs.double() - exact)
-            bound = 2 * their_error + rounding * max(of(exact), 1.0 if what == "LSE" else 0.0)
+            bound = 2 * their_error + rounding * max(of(exact), least)
             assert error <= bound, f"{name}: {norm} error of {what} {error:.2e}, bound {bound:.2e}"
 
 
@@ -147,7 +176,9 @@ def test_shapes(version, dtype, head_dim, causal):
 @every_version
 @full_and_causal
 def test_the_default_config_of_each_shape(version, causal):
-    for shape in (Shape(1, 600, 600), Shape(2, 193, 1100, 4, 1), Shape(64, 257, 257, 4, 4)):
+    shapes = [Shape(1, 600, 600), Shape(2, 193, 1100, 4, 1), Shape(64, 257, 257, 4, 4)]
+    shapes += [Shape(2, 1, 300, 8, 1), Shape(2, 16, 257, 14, 2), Shape(2, 17, 257, 14, 2)]  # few queries of many heads
+    for shape in shapes:
         q, k, v = make(shape, 64)
         check(shape, *attend(version, q, k, v, causal=causal), q, k, v, causal)
 
@@ -165,25 +196,18 @@ def test_every_head_dim(version, head_dim, causal):
 
 
 def variants() -> list:
-    """(version, config) of everything that a Config can change: each switch off, and other tiles, stages and splits."""
+    """(version, config) of everything that fa1's and fa2's Config can change; fa3's are in fa3/test_variants_gpu.py."""
     others = {
         "fa1": [{"q_splits": 2}, {"q_splits": 8}, {"tile_m": 16}, {"tile_n": 64}],
         "fa2": [{"tile_n": 32}, {"tile_m": 64}],
-        "fa3": [
-            {"stages": 1},
-            {"stages": 3, "tile_n": 64},
-            {"tile_m": 64, "pingpong": False},
-            {"tile_m": 128},
-            {"cluster": True},
-        ],
     }
     parameters = []
-    for version in VERSIONS:
+    for version, changes in others.items():
         config = config_of(version, 64)
         for switch in switches(config):
             variant = without(config, switch.name)
             parameters.append(pytest.param(version, variant, id=f"{version}-{label(variant)}"))
-        for change in others[version]:
+        for change in changes:
             name = ", ".join(f"{field}={value}" for field, value in change.items())
             parameters.append(pytest.param(version, replace(config, **change), id=f"{version}-{name}"))
     return parameters
@@ -234,6 +258,23 @@ def test_extreme_scores(version, scores):
         if scores == "one very high":
             k[:, 11] = 1e4
     check(scores, *attend(version, q, k, v, causal=True), q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("version", ["fa1", "fa2"])
+def test_what_is_refused(version):
+    """A mask, a cap or a packing that a generation has no kernel for is named, never left out."""
+    q, k, v = make(Shape(2, 65, 65), 64)
+    for options, reason in (
+        ({"window_size": (8, 3)}, r"no kernel for window \(8, 3\)"),
+        ({"window_size": (8, None), "causal": True}, r"no kernel for causal, window \(8, None\)"),
+        ({"softcap": 30.0}, r"no kernel for softcap=30\.0"),
+    ):
+        with pytest.raises(UnsupportedProblem, match=f"{version} cannot run this problem: it has {reason}"):
+            attend(version, q, k, v, **options)
+    cu_seqlens = torch.tensor([0, 65], dtype=torch.int32, device="cuda")
+    packed = (q[0], k[0], v[0], cu_seqlens, cu_seqlens, 65, 65)
+    with pytest.raises(UnsupportedProblem, match=f"{version} cannot run this problem: it has no varlen kernel"):
+        fa.flash_attn_varlen_func(*packed, version=version)
 
 
 @every_version
@@ -394,6 +435,6 @@ def test_tensors_on_another_device_than_the_current_one(version):
     """FA#54, FA#1782."""
     q, k, v = (x.to("cuda:1") for x in make(Shape(2, 129, 129), 64))
     with torch.cuda.device(0):
-        out, lse = attend(version, q, k, v)
+        out, lse = attend(version, q, k, v, causal=True)
     assert out.device == lse.device == q.device
-    check("cuda:1", out, lse, q, k, v)
+    check("cuda:1", out, lse, q, k, v, causal=True)

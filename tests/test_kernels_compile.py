@@ -1,56 +1,108 @@
 """Every kernel that a user gets by default compiles for sm_90a, spills nothing, and holds the instructions that its
-generation stands for. Needs no GPU."""
+generation stands for; so does FA3's with each of its switches turned. Needs no GPU."""
 
 import importlib
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
+from fa3.config import Config
 from fa_common.compile import KernelKey
 from fa_common.problem import Problem
-from fa_common.report import SHARED_MEMORY_LIMIT, report
+from fa_common.report import SHARED_MEMORY_LIMIT, KernelReport, report
+from fa_common.switches import ladder, switches, without
 
+VERSIONS = ("fa1", "fa2", "fa3")
 AMPERE = {"HMMA", "LDGSTS", "LDSM"}  # mma.sync, cp.async, ldmatrix
 HOPPER = {"HGMMA", "UTMALDG", "UTMASTG"}  # WGMMA, TMA loads, TMA stores
-HAS = {"fa1": AMPERE, "fa2": AMPERE, "fa3": HOPPER}
-HAS_NOT = {"fa1": HOPPER, "fa2": HOPPER, "fa3": AMPERE}
 
 # Each width that a tile can have, and head_dims that end inside their tile.
 HEAD_DIMS = {64: ("float16", "bfloat16"), 128: ("float16", "bfloat16"), 256: ("float16", "bfloat16")}
 HEAD_DIMS |= dict.fromkeys((40, 72, 96, 136, 192, 200), ("bfloat16",))
 # A default may depend on the length and on how well the GPU is filled.
 SMALL, LARGE = (1, 512, 512, 8, 8), (64, 4096, 4096, 32, 32)
+DECODING, FEW_QUERIES = (64, 1, 4096, 32, 8), (64, 16, 4096, 32, 4)
+# What fa3 alone has.
+KINDS = {
+    "window": (LARGE, {"window": (512, 64)}),
+    "softcap": (LARGE, {"softcap": 30.0}),
+    "causal softcap": (LARGE, {"causal": True, "softcap": 30.0}),
+    "packed": (LARGE, {"varlen": True}),
+    "packed causal": (LARGE, {"varlen": True, "causal": True}),
+    "packed window softcap": (LARGE, {"varlen": True, "window": (512, 64), "softcap": 30.0}),
+    "decoding": (DECODING, {}),
+    "few queries": (FEW_QUERIES, {"causal": True}),
+    "packed few queries": (FEW_QUERIES, {"varlen": True, "causal": True}),
+}
+# A base that leaves room for what each idea takes more of when it is off.
+BASE = Config(tile_m=128, tile_n=64)
 
 
-def default_kernels() -> list[KernelKey]:
+def default_key(version: str, problem: Problem) -> KernelKey:
+    generation = importlib.import_module(f"{version}.interface").GENERATION
+    return generation.forward_key(problem, generation.default_config(problem))
+
+
+def default_kernels() -> list:
     keys = {}  # a dict keeps their order
-    for version in HAS:
-        generation = importlib.import_module(f"{version}.config")
-        for head_dim, causal, sizes in product(HEAD_DIMS, (False, True), (SMALL, LARGE)):
-            for dtype in HEAD_DIMS[head_dim]:
-                problem = Problem(*sizes, head_dim, dtype=getattr(torch, dtype), causal=causal)
-                config = generation.default_config(problem)
-                keys[KernelKey(version, "forward", dtype, head_dim, causal, config)] = None
-    return list(keys)
+    for version, head_dim, causal, sizes in product(VERSIONS, HEAD_DIMS, (False, True), (SMALL, LARGE)):
+        for dtype in HEAD_DIMS[head_dim]:
+            key = default_key(version, Problem(*sizes, head_dim, dtype=getattr(torch, dtype), causal=causal))
+            keys[key] = f"{version}-{dtype}-d{head_dim}-{'causal' if causal else 'full'}"
+    for head_dim, (kind, (sizes, options)) in product((64, 128, 256), KINDS.items()):
+        keys[default_key("fa3", Problem(*sizes, head_dim, **options))] = f"fa3-bfloat16-d{head_dim}-{kind}"
+    return [pytest.param(key, id=title) for key, title in keys.items()]
 
 
-def title(key: KernelKey) -> str:
-    return f"{key.version}-{key.dtype}-d{key.head_dim}-{'causal' if key.causal else 'full'}"
+def turned() -> list:
+    """BASE with one switch turned, each in its turn, and with all off."""
+    variants = {"all off": ladder(BASE)[0][1]}
+    for switch in switches(BASE):
+        is_on = getattr(BASE, switch.name)
+        title = f"{'without' if is_on else 'with'} {switch.metadata['label']}"
+        variants[title] = without(BASE, switch.name) if is_on else replace(BASE, **{switch.name: True})
+    return [
+        pytest.param(KernelKey("fa3", "forward", "bfloat16", 128, True, config), id=title)
+        for title, config in variants.items()
+    ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", default_kernels(), ids=title)
-def test_default_kernel(key: KernelKey):
+def check(key: KernelKey) -> KernelReport:
     kernel = report(key, importlib.import_module(f"{key.version}.interface").build_forward)
     assert not kernel.problems(), "; ".join(kernel.problems())
     assert kernel.shared_memory <= SHARED_MEMORY_LIMIT
     assert kernel.stack == 0
 
     assert kernel.why_no_instructions is None
-    instructions = set(kernel.instructions)
-    assert HAS[key.version] <= instructions
-    assert not HAS_NOT[key.version] & instructions
+    instructions, expected = set(kernel.instructions), expected_instructions(key)
+    assert expected <= instructions
+    assert not (AMPERE | HOPPER) - expected & instructions
     assert not {"LDL", "STL"} & instructions
     # One setmaxnreg gives registers away and one takes them; ptxas may drop both, and the consumers would spill.
-    assert kernel.instructions["USETMAXREG"] == (2 if key.version == "fa3" else 0)
+    reallocates = key.version == "fa3" and key.config.setmaxnreg
+    assert kernel.instructions["USETMAXREG"] == (2 if reallocates else 0)
+    return kernel
+
+
+def expected_instructions(key: KernelKey) -> set[str]:
+    """Of AMPERE and HOPPER."""
+    if key.version != "fa3":
+        return AMPERE
+    # Rows that are no box of a tensor are gathered by cp.async, and stored from registers.
+    gathers = key.config.pack_gqa or not key.config.tma
+    loads = {"UTMALDG"} if key.config.tma else set()
+    return {"HGMMA", *loads, "LDGSTS" if gathers else "UTMASTG"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", default_kernels())
+def test_default_kernel(key: KernelKey):
+    check(key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", turned())
+def test_kernel_with_a_switch_turned(key: KernelKey):
+    check(key)

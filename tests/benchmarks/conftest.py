@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks import compare
 from benchmarks.peers import GEMM, Gemm
 from benchmarks.problems import problem_columns
 from benchmarks.rows import Row, source_sha
@@ -23,6 +24,7 @@ class FakeTimer:
     def __init__(self, milliseconds: Callable[[Callable], float] = lambda call: 1.0):
         self.milliseconds = milliseconds
         self.bursts: list[tuple[Callable, int]] = []
+        self.loops: list[tuple[Callable, int, float]] = []
 
     def settle(self, call: Callable, estimate_ms: float) -> Callable:
         return call
@@ -30,6 +32,15 @@ class FakeTimer:
     def burst(self, call: Callable, launches: int) -> tuple[list[float], Reading]:
         self.bursts.append((call, launches))
         return [self.milliseconds(call)] * launches, Reading(1700.0, 600.0)
+
+    def captured(self, call: Callable) -> Callable | None:
+        return lambda: call()
+
+    def loop(self, call: Callable, launches: int, seconds: float) -> tuple[list[float], list[Reading]]:
+        """A loop that begins fast on a cool GPU."""
+        self.loops.append((call, launches, seconds))
+        ms = self.milliseconds(call)
+        return [ms, ms, 2 * ms, 2 * ms], [Reading(1980.0, 700.0)] * 2 + [Reading(1500.0, 690.0)] * 2
 
 
 class SmallGemm(Gemm):
@@ -45,6 +56,17 @@ def fake_timer() -> type[FakeTimer]:
 @pytest.fixture
 def small_gemm() -> Gemm:
     return SmallGemm("cpu")
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, small_gemm: Gemm) -> dict:
+    """A machine on which the commands measure, on CPU tensors and with a timer that pretends; what is unfit there."""
+    unfit = {}
+    monkeypatch.setattr(compare.machine, "facts", lambda: FACTS)
+    monkeypatch.setattr(compare, "DeviceTimer", lambda telemetry: FakeTimer())
+    monkeypatch.setattr(compare, "Gemm", lambda: small_gemm)
+    monkeypatch.setattr(compare.probe, "unfit", lambda ours, problems: unfit)
+    return unfit
 
 
 @pytest.fixture

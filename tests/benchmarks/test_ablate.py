@@ -20,6 +20,7 @@ from fa_common.switches import label, ladder, switch, switches
 
 FA3 = GENERATIONS["fa3"]
 FULL = FA3.default_config(ablate.DEFAULT)
+SECOND = label(ladder(FULL)[1][1])  # the configuration of the second rung
 RUN = "20260301T000000Z-cccccc"
 
 
@@ -60,6 +61,56 @@ def test_every_line_has_what_it_is_compared_with():
     assert [line.before for line in rungs] == [config for _, config in ladder(FULL)[:-1]]
     assert all(line.full == FULL for line in shown if line.before is None)
     assert {line.config.tile_n for line in shown} == {FULL.tile_n}
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A Config with rules beside those of its switches."""
+
+    way: str = "plain"
+    a: bool = switch("idea A", "1")
+    b: bool = switch("idea B", "2")
+
+    def __post_init__(self):
+        if self.b and not self.a:
+            raise ValueError("b=True needs a=True; got a=False")
+        if self.way == "fancy" and not self.b:
+            raise ValueError("way='fancy' needs b=True; got b=False")
+
+
+def test_a_configuration_that_there_cannot_be_has_its_rule():
+    impossible = [line for line in ablate.lines(Ruled()) if line.why_not]
+    assert [(line.text, line.config, line.why_not) for line in impossible] == [
+        ("without idea A", None, "b=True needs a=True; got a=False")
+    ]
+
+
+def test_a_named_choice_gives_way_to_the_switches_that_rule_it_out():
+    shown = {line.text: line.config for line in ablate.lines(Ruled("fancy"))}
+    assert shown["all off"] == Ruled("plain", False, False)
+    assert shown["+ idea B = all on"] == Ruled("fancy")
+    assert shown["without idea B"] == Ruled("plain", True, False)
+
+
+def test_without_a_gpu_a_rule_is_shown_too(compiled, monkeypatch):
+    line = ablate.Line("without idea A", None, full=FULL, why_not="b=True needs a=True")
+    monkeypatch.setattr(ablate, "lines", lambda full: [ablate.Line("all on", FULL), line])
+    code, output = command()
+    assert code == 0
+    assert "bfloat16 d=128 full 4 x 8448 x 16, without idea A: b=True needs a=True" in output
+
+
+def test_a_rule_stands_under_the_table(add_run, tmp_path, monkeypatch):
+    add_run()
+    whole = ablate.lines
+    line = ablate.Line("without idea A", None, full=FULL, why_not="b=True needs a=True")
+    monkeypatch.setattr(ablate, "lines", lambda full: [*whole(full), line])
+    run = read_run(tmp_path)
+    [table] = ablate.tables(run)
+    assert table.rows[-1] == ("without idea A", "-", "-", "-", "-")
+    assert "without idea A: b=True needs a=True." in table.notes
+    assert ablate.missing(run) == []
+    ablate.draw(run, tmp_path / "picture.svg")
 
 
 def test_each_configuration_is_measured_once_on_each_problem(cpu_problem):
@@ -128,7 +179,7 @@ def test_the_whole_command(measure, cpu_problem, tmp_path):
         assert row.source_sha == rows.source_sha("fa3")
         assert 0 < row.rel_err < 1e-2
     assert len({row.run for row in kept(tmp_path)}) == 1
-    assert "all off 0  only ping-pong 0" in output
+    assert f"all off 0  {SECOND} 0" in output
     for text in ("fa3 one idea at a time, forward, bfloat16 d=64 full 1 x 64 x 1", "to the rung before", "+0.0%"):
         assert text in output
     assert f"{len(measured) + 1} rows of run {gemm.run}" in output
@@ -137,7 +188,7 @@ def test_the_whole_command(measure, cpu_problem, tmp_path):
 
 def test_a_configuration_that_hangs_costs_only_its_own_line(measure, cpu_problem, tmp_path):
     problem = cpu_problem(64)
-    culprit = "only ping-pong"
+    culprit = SECOND
     status, output = measure([problem], {(culprit, problem): "no answer within 30 s"})
     assert status == 1
     assert f"{culprit} is missing in every problem: no answer within 30 s" in output
@@ -183,11 +234,11 @@ def test_rows_become_the_table(add_run, tmp_path):
 
 
 def test_what_was_not_measured_is_a_dash(add_run, tmp_path):
-    add_run(without=["only ping-pong"])
+    add_run(without=[SECOND])
     [table] = ablate.tables(read_run(tmp_path))
     assert table.rows[1][1:] == ("-", "-", "-", "-")
     assert table.rows[2][3] == "-", "the rung before is unknown"
-    assert ablate.missing(read_run(tmp_path)) == ["+ ping-pong"]
+    assert ablate.missing(read_run(tmp_path)) == [f"+ {switches(FULL)[0].metadata['label']}"]
 
 
 def test_the_papers_figures_stand_under_the_papers_problem_alone(add_run, tmp_path):
@@ -222,7 +273,8 @@ def test_the_report_has_the_table_and_the_picture(document, add_run):
     assert ablate.PAPER in text
     assert comparison.STALE not in text
     labels = {label.strip() for label in ElementTree.parse(picture).getroot().itertext()}
-    assert "+ ping-pong" in labels or "<!-- + ping-pong -->" in picture.read_text()
+    rung = f"+ {switches(FULL)[0].metadata['label']}"
+    assert rung in labels or f"<!-- {rung} -->" in picture.read_text()
     assert regenerate(document) == []
 
 
@@ -285,14 +337,15 @@ def test_without_a_gpu_it_shows_what_each_configuration_is_compiled_to(compiled)
     assert code == 0, output
     assert "No speed is measured here: torch sees no CUDA device" in output
     for name in compiled:
-        assert f"bfloat16 128 full {name} 168 164 0" in output
+        assert f"bfloat16 128 full {' '.join(name.split()[:2])}" in output, "the first line of a cell"
+    assert output.count(" 168 164 0 ") == len(compiled)
 
 
 def test_without_a_gpu_a_configuration_that_does_not_compile_is_a_failure(compiled):
-    compiled["only ping-pong"] = IsolatedFailure("ValueError: tile_n")
+    compiled[SECOND] = IsolatedFailure("ValueError: tile_n")
     code, output = command()
     assert code == 1
-    assert "only ping-pong d=128 full does not compile: ValueError: tile_n" in output
+    assert f"{SECOND} d=128 full does not compile: ValueError: tile_n" in output
 
 
 def test_without_a_gpu_a_problem_that_it_lacks_has_a_reason(compiled, monkeypatch):

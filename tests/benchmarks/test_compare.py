@@ -112,10 +112,22 @@ def test_what_the_probe_found_unfit_is_not_launched(make_sweep, cpu_problem, tmp
     assert sweep.failed == {"fa1"}
 
 
+def test_problems_of_a_group_are_timed_in_turns(make_sweep, cpu_problem, fake_timer, tmp_path):
+    timer = fake_timer(lambda call: 100.0)  # one launch is warm-up enough, and one a turn
+    sweep = make_sweep([Ours("fa2"), Ours("fa3")], timer=timer)
+    measured = sweep.measure(cpu_problem(64), cpu_problem(128))
+    seen = [(row.version, row.seqlen_q) for row in measured[1:]]
+    assert seen == [("fa2", 64), ("fa3", 64), ("fa2", 128), ("fa3", 128)]
+    order = [call for call, _ in timer.bursts]
+    assert len(order) == 5 * (1 + 2)
+    assert set(order[:5]) == set(order[5:10]) == set(order[10:])
+    assert order[5:10] != order[10:], "who is first changes"
+
+
 def run_and_show(sweep, problems, tmp_path) -> tuple[int, str]:
     output = Console(file=StringIO(), width=160)
-    status = compare.run(sweep, problems, output)
-    compare.show(sweep, tmp_path / "picture.svg", output)
+    status = compare.run(compare.steps(sweep, [[problem] for problem in problems]), output)
+    compare.show(sweep, output, picture=tmp_path / "picture.svg")
     return status, output.file.getvalue()
 
 

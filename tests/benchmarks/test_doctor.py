@@ -12,6 +12,8 @@ from benchmarks.peers import PEERS
 from benchmarks.timing import Timing
 from fa import GENERATIONS
 
+TORCH = ["torch-sdpa", "torch-math"]  # the peers that a CPU has
+
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, cpu_problem):
@@ -38,7 +40,7 @@ def test_each_way_to_call_each_version_is_a_row():
     measured = doctor.measure_host([Ours(version) for version in GENERATIONS], Console(file=StringIO()))
     ways = ["flash_attn_func", "forward", "forward(out=, lse=)", "the kernel alone"]
     ours = [(version, way) for version in GENERATIONS for way in ways]
-    assert [(row.version, row.call) for row in measured] == [*ours, ("torch-math", "public function")]
+    assert [(row.version, row.call) for row in measured] == [*ours, *((peer, "public function") for peer in TORCH)]
     for row in measured:
         assert (row.suite, row.pass_, row.ms, row.tflops) == ("host", "host", 0.01, None)
         assert row.rel_err < 1e-2
@@ -50,8 +52,10 @@ def test_what_is_wrong_is_said_and_not_timed(monkeypatch: pytest.MonkeyPatch):
     def fail():
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(doctor, "ways_to_call", lambda ours, q, k, v: [("one way", lambda: v), ("another", fail)])
+    monkeypatch.setattr(
+        doctor, "ways_to_call", lambda ours, q, k, v: [("one way", lambda: lambda: v), ("another", fail)]
+    )
     output = Console(file=StringIO(), width=160)
-    assert [row.version for row in doctor.measure_host([Ours("fa2")], output)] == ["torch-math"]
+    assert [row.version for row in doctor.measure_host([Ours("fa2")], output)] == TORCH
     assert "fa2, one way, is wrong: relative error" in output.file.getvalue()
     assert "fa2, another, fails: RuntimeError: no such kernel" in output.file.getvalue()

@@ -1,11 +1,15 @@
 """The probe's parent, against workers that stand in for a kernel that works, hangs, crashes or fails."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import probe
 from benchmarks.contenders import Ours
+from benchmarks.decode import Cached
+from benchmarks.problems import packed
+from fa_common.isolated import IsolatedFailure
 
 TIMES = {"timeout": 2.0, "startup": 60.0}
 
@@ -66,3 +70,55 @@ def test_a_worker_that_does_not_start_fails_everything(problems):
 def test_the_worker_answers_a_line_for_each_problem(problems):
     command = probe.command_of(Ours("fa3", switched={"pingpong": False}))
     assert probe.failures(command, problems[:2]) == {}
+
+
+@pytest.fixture
+def launch_fails(monkeypatch, clean_report, cpu_problem):
+    """Kernels that compile, of the given size, and whose launch ends as given."""
+
+    def make(reason: str, shared_memory: int) -> str:
+        problem = cpu_problem()
+        monkeypatch.setattr(probe, "precompile", lambda jobs: {})
+        monkeypatch.setattr(probe, "failures", lambda command, problems, timeout: dict.fromkeys(problems, reason))
+        monkeypatch.setattr(probe, "report", lambda key, build: replace(clean_report, shared_memory=shared_memory))
+        return probe.unfit([Ours("fa3")], [problem])["fa3", problem]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("reason", "shared_memory", "explained"),
+    [
+        ("RuntimeError: invalid argument", 240_000, "; it needs 240000 bytes of shared memory, sm_90 has 232448"),
+        ("RuntimeError: invalid argument", 200_000, ""),
+        ("no answer within 30 s", 240_000, ""),
+    ],
+)
+def test_a_kernel_that_is_too_large_says_so(launch_fails, reason: str, shared_memory: int, explained: str):
+    assert launch_fails(reason, shared_memory) == reason + explained
+
+
+def test_what_does_not_compile_has_its_error_alone(monkeypatch, cpu_problem):
+    problem = cpu_problem()
+    failure = IsolatedFailure("f raised\nTraceback:\n  here\nValueError: tile_n\n\nits output ends:\nnoise")
+    monkeypatch.setattr(probe, "precompile", lambda jobs: {key: failure for key, _ in jobs})
+    assert probe.unfit([Ours("fa3")], [problem]) == {("fa3", problem): "does not compile: ValueError: tile_n"}
+
+
+def test_a_contender_whose_kernels_are_unknown_has_time_to_compile(monkeypatch, cpu_problem):
+    timeouts = []
+    monkeypatch.setattr(probe, "failures", lambda command, problems, timeout: timeouts.append(timeout) or {})
+    cached = Cached("fa3")
+    monkeypatch.setattr(cached, "why_not", lambda problem: None)
+    assert probe.unfit([cached], [cpu_problem()]) == {}
+    assert timeouts == [probe.COMPILING_TIMEOUT_S]
+
+
+def test_the_worker_knows_the_contender_by_name():
+    *_, kind, version, switched = probe.command_of(Cached("fa3", switched={"num_splits": 4}))
+    assert (kind, version, switched) == ("benchmarks.decode:Cached", "fa3", '{"num_splits": 4}')
+
+
+def test_the_real_worker_runs_dense_and_packed_problems(cpu_problem):
+    problems = [cpu_problem(), replace(cpu_problem(), **packed([3, 40]))]
+    assert probe.failures(probe.command_of(Ours("fa3")), problems) == {}

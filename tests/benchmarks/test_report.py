@@ -48,7 +48,7 @@ def test_without_rows_a_place_says_how_to_get_some(document):
     assert text.startswith("before\n\n<!-- generated: ")
     assert text.endswith("<!-- end -->\n\nafter\n")
     assert "old text" not in text
-    for command in ("compare", "doctor", "gpu-tests"):
+    for command in ("compare", "ablate", "shapes", "sustained", "decode", "doctor", "gpu-tests"):
         assert f"`python -m benchmarks {command}`" in text
     assert not list(document.parent.glob("*.svg"))
 
@@ -76,6 +76,17 @@ def test_generating_twice_changes_nothing(document, add_run):
     assert before == {path: path.read_bytes() for path in document.parent.iterdir()}
 
 
+def test_the_margins_say_where_the_lead_is_thin(document, add_run):
+    add_run(NEWEST)
+    add_run("20260401T000000Z-dddddd", rates={"fa3": 519.9, "cudnn": 500.0})  # without fa1 and fa2
+    regenerate(document)
+    text = document.read_text()
+    assert "Forward, fa3 over its best peer (cudnn). NVIDIA H200" in text
+    assert "| bfloat16 | 256 | causal | 1.03▼ | 1.03▼ | 1.03▼ | 1.03▼ | 1.03▼ | 1.03▼ |" in text
+    assert "▼ less than 1.05: 36 of 36." in text
+    assert "| bfloat16 | 64 | full | 4096 | 40 | 300 | 600 | 310 | 500 | 7.50 | 2.00 | 1.20 | 75 |" in text
+
+
 def test_only_the_newest_complete_run_counts(document, add_run):
     add_run("20260101T000000Z-aaaaaa", rates=dict.fromkeys(RATES, 1.0))
     add_run("20260201T000000Z-bbbbbb")
@@ -93,7 +104,7 @@ def test_while_no_run_is_complete_the_newest_is_shown_as_such(document, add_run)
     regenerate(document)
     text = document.read_text()
     assert NEWEST in text
-    assert "An incomplete run: it lacks 60 measurements of a full one." in text
+    assert "An incomplete run: it lacks 90 measurements of a full one." in text
 
 
 def test_rows_of_other_code_are_marked(document, add_run):

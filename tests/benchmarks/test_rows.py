@@ -35,6 +35,14 @@ def test_a_host_row_says_what_was_called(make_row, tmp_path: Path):
     assert list(rows.read(tmp_path / "h200" / "host.jsonl")) == [row]
 
 
+def test_a_row_has_further_columns_only_where_they_say_something(make_row, tmp_path: Path):
+    row = make_row(suite="shapes", lengths=[64, 1], softcap=50.0)
+    rows.append(row, tmp_path)
+    record = json.loads((tmp_path / "h200" / "shapes.jsonl").read_text())
+    assert set(record) == {*COLUMNS.split(), "lengths", "softcap"}
+    assert list(rows.read(tmp_path / "h200" / "shapes.jsonl")) == [row]
+
+
 def test_a_tests_row_comes_back_as_it_was_written(tmp_path: Path):
     sha = dict.fromkeys(GENERATIONS, "0" * 64)
     row = TestsRow(run="r", time="t", source_sha=sha, passed=3, failed=0, skipped=1, seconds=1.5, gpu="NVIDIA H200")

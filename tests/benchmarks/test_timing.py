@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.telemetry import Reading, Telemetry
-from benchmarks.timing import Budget, DeviceTimer, host_time, in_turns, summary
+from benchmarks.timing import CHUNK_MS, Budget, DeviceTimer, Timing, host_time, in_turns, summary, sustained
 
 
 def test_summary_is_median_and_spread():
@@ -62,6 +62,20 @@ def test_a_settled_call_replaces_the_original(fake_timer):
     assert {call for call, _ in timer.bursts[1:]} == {replay}
 
 
+def test_a_sustained_loop_counts_from_its_middle(fake_timer):
+    timer = fake_timer(lambda call: 5.0)
+    timing = sustained(timer, lambda: None, 4.0, seconds=10.0)
+    assert (timing.ms, timing.ms_p20, timing.ms_p80) == (10.0, 10.0, 10.0)
+    assert (timing.sm_clock_mhz, timing.power_w) == (1500.0, 690.0)
+    [(_, launches, seconds)] = timer.loops
+    assert (launches, seconds) == (round(CHUNK_MS / 4.0), 10.0)
+
+
+def test_the_timing_of_one_call_of_many():
+    timing = Timing(8.0, 4.0, 16.0, 1700.0, 600.0).of_one(4)
+    assert timing == Timing(2.0, 1.0, 4.0, 1700.0, 600.0)
+
+
 def test_host_time_drains_the_queue_outside_what_is_timed():
     events = []
     timing = host_time(lambda: events.append("call"), lambda: events.append("drain"), calls=128, warmup=3, queue=64)
@@ -103,6 +117,16 @@ def test_device_time_agrees_with_and_without_a_graph():
     assert replay is not call
     direct, captured = (summary(timer.burst(form, 50)[0]).ms for form in (call, replay))
     assert captured == pytest.approx(direct, rel=0.1)
+
+
+@pytest.mark.gpu
+def test_a_loop_takes_as_long_as_asked():
+    timer = DeviceTimer(Telemetry())
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    times, readings = timer.loop(lambda: torch.mm(a, a, out=out), 100, 0.5)
+    assert 0.4 < sum(times) * 100 / 1000 < 1.0
+    assert len(times) == len(readings)
 
 
 @pytest.mark.gpu

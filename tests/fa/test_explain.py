@@ -115,7 +115,7 @@ def test_how_many_ctas_an_sm_holds(report, changes, ctas):
 
 def test_a_kernel_that_no_sm_holds_is_told(report):
     report(registers=255)
-    assert "CTAs of 512 threads, too large for an SM" in str(fa.explain(*qkv(), version="fa3"))
+    assert "CTAs of 384 threads, too large for an SM" in str(fa.explain(*qkv(), version="fa3"))
 
 
 @pytest.mark.parametrize("version", ["fa1", "fa2", "fa3"])
@@ -135,9 +135,9 @@ def test_use_counts_as_asked_for(report):
 
 
 def test_what_runs_on_a_cpu_only(report):
-    explanation = fa.explain(*qkv(), softcap=30.0)
+    explanation = fa.explain(*qkv(), softcap=30.0, version="fa2")
     text = str(explanation)
-    assert explanation.version == "fa3"
+    assert explanation.version == "fa2"
     assert explanation.kernel is None
     assert set(explanation.reasons.values()) == {None}
     assert "softcap 30.0, CPU" in text
@@ -185,6 +185,38 @@ def test_packed_sequences(report):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Problem, "from_tensors", lambda *x, **y: replace(from_tensors(*x, **y), seqlens=None))
         assert fa.explain(q, k, v, **sequences).problem == on_cpu.problem
+
+
+@pytest.mark.parametrize(
+    ("options", "described", "kind"),
+    [
+        ({"window_size": (64, 3)}, "window (64, 3)", (False, True, False)),
+        ({"causal": True, "window_size": (64, None)}, "causal, window (64, None)", (False, True, False)),
+        ({"softcap": 30.0, "causal": True}, "causal, softcap 30.0", (True, False, True)),
+    ],
+    ids=str,
+)
+def test_the_kernel_of_a_window_or_a_softcap(report, options, described, kind):
+    text = str(fa.explain(*qkv(), **options))
+    assert described in text
+    assert "on a Hopper GPU\n  fa1  it has no kernel for" in text
+    assert "  fa3  fits" in text
+    [key] = report.keys
+    assert (key.version, key.causal, key.window, key.softcap, key.sequences) == ("fa3", *kind, "dense")
+
+
+def test_the_kernel_of_packed_sequences(report, on_gpu):
+    on_gpu(90)
+    q, k, v = (x.flatten(0, 1) for x in qkv(seqlen=100))
+    cu_seqlens = torch.tensor([0, 50, 200], dtype=torch.int32)
+    sequences = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 150, "max_seqlen_k": 150}
+    explanation = fa.explain(q, k, v, **sequences)
+    assert explanation.version == "fa3"
+    assert report.keys[0].sequences == "packed"
+    assert explanation.kernel.launch.num_ctas <= 132
+    unknown = replace(explanation, problem=replace(explanation.problem, seqlens=None))
+    assert "work          unknown, it depends on the sequences' lengths" in str(unknown)
+    assert "HBM           at least" in str(unknown)
 
 
 def test_a_given_config_is_explained(report):

@@ -81,6 +81,24 @@ def test_each_key_has_its_kernel():
     assert build.calls == 2
 
 
+@pytest.mark.parametrize(
+    ("change", "title"),
+    [
+        ({}, "float32_d64_full"),
+        ({"causal": True}, "float32_d64_causal"),
+        ({"window": True}, "float32_d64_window"),
+        ({"softcap": True}, "float32_d64_full_softcap"),
+        ({"causal": True, "sequences": "packed"}, "float32_d64_causal_packed"),
+        ({"splits": True}, "float32_d64_full_splits"),
+    ],
+    ids=str,
+)
+def test_each_kind_of_kernel_has_its_files(change, title):
+    path = cache_entry(dataclasses.replace(KEY, **change)).object
+    assert path.name.startswith(f"tests_fa_common_toy_forward_{title}_")
+    assert (path == cache_entry(KEY).object) == (not change)
+
+
 def test_a_kernel_that_does_not_compile_is_tried_again():
     with pytest.raises(AssertionError, match="compiled again"):
         load(KEY, never_build)

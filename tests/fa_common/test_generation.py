@@ -1,8 +1,10 @@
 """What stands between a call and its kernel: here the kernel is a Python function, and CPU tensors pass for a GPU's."""
 
+import functools
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,6 @@ from fa_common import reference
 from fa_common.capabilities import Capabilities
 from fa_common.generation import ALIGNMENT, Generation, LaunchShape
 from fa_common.problem import Problem, UnsupportedProblem
-
-CPU_INDEX = -1  # what get_device() says of a CPU tensor
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,28 @@ class OtherConfig:
     tile_n: int = 16
 
 
-def launch(kernel, q, k, v, out, lse, softmax_scale):
-    kernel(q, k, v, out, lse, softmax_scale)
+def bind(kernel, problem, config, num_sms):
+    return functools.partial(kernel, problem, num_sms)
 
 
-STUB = Generation(
-    name="stub",
-    config_type=Config,
-    default_config=lambda problem: Config(tile_n=8 * problem.group),
-    capabilities=Capabilities(
-        archs=(90,),
-        dtypes=("float16", "bfloat16"),
-        head_dims=(16,),
-        varlen=False,
-        window=False,
-        softcap=False,
-        backward=False,
-    ),
-    algorithm=algorithm,
-    build_forward=lambda key, options: None,
-    launch_forward=launch,
-    shape_forward=lambda problem, config: LaunchShape((1, problem.heads_q, problem.batch), 128),
-)
+def make_generation(name, **capabilities):
+    little = {"varlen": False, "window": False, "softcap": False, "backward": False}
+    return Generation(
+        name=name,
+        config_type=Config,
+        default_config=lambda problem: Config(tile_n=8 * problem.group),
+        capabilities=Capabilities(
+            archs=(90,), dtypes=("float16", "bfloat16"), head_dims=(16,), **little | capabilities
+        ),
+        algorithm=algorithm,
+        build_forward=lambda key, options: None,
+        bind_forward=bind,
+        shape_forward=lambda problem, config, num_sms: LaunchShape((1, problem.heads_q, problem.batch), 128),
+    )
+
+
+STUB = make_generation("stub")
+ABLE = make_generation("able", varlen=True, window=True, softcap=True)
 
 
 class Gpu:
@@ -59,24 +59,51 @@ class Gpu:
     def __init__(self):
         self.keys = []  # of the kernels loaded
         self.launches = []  # the tensors of each launch
-        self.devices = []  # that were made current for a launch
+        self.num_sms = []  # that each launch was bound to
 
     def load(self, key, build):
         self.keys.append(key)
 
         @torch.no_grad()
-        def kernel(q, k, v, out, lse, softmax_scale):
-            self.launches.append((q, k, v, out, lse))
-            exact = reference.attention(q, k, v, softmax_scale=softmax_scale, causal=key.causal)
-            out.copy_(exact[0])
-            lse.copy_(exact[1])
+        def kernel(problem, num_sms, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k):
+            refuse(key, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+            self.launches.append((q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k))
+            self.num_sms.append(num_sms)
+            mathematics = {name: getattr(problem, name) for name in ("softmax_scale", "causal", "window", "softcap")}
+            if cu_seqlens_q is None:
+                exact = reference.attention(q, k, v, **mathematics)
+                out.copy_(exact[0])
+                lse.copy_(exact[1])
+                return
+            bounds = (pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
+            for queries, keys in zip(*bounds, strict=True):
+                queries, keys = slice(*queries), slice(*keys)
+                exact = reference.attention(q[None, queries], k[None, keys], v[None, keys], **mathematics)
+                out[queries], lse[:, queries] = exact[0][0], exact[1][0]
 
         return kernel
 
-    @contextmanager
-    def device(self, index):
-        self.devices.append(index)
-        yield
+
+def refuse(key, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k):
+    """Raises ValueError where a compiled kernel does: nothing else stands between it and memory that is not there."""
+    assert (cu_seqlens_q is None) == (cu_seqlens_k is None) == (key.sequences == "dense")
+    *batch, seqlen, heads, _ = q.shape
+    for x in (q, k, v, out):
+        if (x.ndim, x.dtype, x.shape[-1]) != (q.ndim, getattr(torch, key.dtype), key.head_dim):
+            raise ValueError("Mismatched Tensor")
+        if x.data_ptr() % ALIGNMENT:
+            raise ValueError("Misaligned Tensor data")
+        # Strides of 0 pass, and any where there is one element.
+        strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+        if x.stride(-1) != 1 or any(stride * x.itemsize % ALIGNMENT for stride in strides[:-1]):
+            raise ValueError("Invalid strides")
+    if k.shape != v.shape or out.shape != q.shape or lse.shape != (*batch, heads, seqlen):
+        raise ValueError("Mismatched shape")
+    if lse.dtype != torch.float32 or not lse.is_contiguous():
+        raise ValueError("Mismatched Tensor")
+    for x in (cu_seqlens_q, cu_seqlens_k):
+        if x is not None and (x.dtype != torch.int32 or x.shape != cu_seqlens_q.shape or not x.is_contiguous()):
+            raise ValueError("Mismatched Tensor")
 
 
 @pytest.fixture
@@ -85,15 +112,20 @@ def gpu(monkeypatch):
     from_tensors = Problem.from_tensors
 
     def from_tensors_on_gpu(*tensors, **arguments):
-        return replace(from_tensors(*tensors, **arguments), device="cuda", arch=90)
+        return replace(from_tensors(*tensors, **arguments), device="cuda", arch=90, seqlens=None)
 
     monkeypatch.setattr(Problem, "from_tensors", from_tensors_on_gpu)
     monkeypatch.setattr(generation_module, "load", gpu.load)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU_INDEX)
-    monkeypatch.setattr(torch.cuda, "device", gpu.device)
-    STUB._runs.clear()
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    forget()
     yield gpu
+    forget()
+
+
+def forget():
     STUB._runs.clear()
+    ABLE._runs.clear()
 
 
 def qkv(batch=2, seqlen_q=5, seqlen_k=7, heads_q=4, heads_kv=2, head_dim=16):
@@ -124,7 +156,8 @@ def test_a_call_launches_its_kernel(gpu):
     [key] = gpu.keys
     assert (key.version, key.direction, key.arch) == ("stub", "forward", "sm_90a")
     assert (key.dtype, key.head_dim, key.causal, key.config) == ("float16", 16, True, Config(tile_n=16))
-    assert gpu.devices == [], "the device of the tensors is the current one already"
+    assert (key.window, key.softcap, key.sequences) == (False, False, "dense")
+    assert gpu.num_sms == [132]
     assert torch.equal(STUB.flash_attn_func(q, k, v, causal=True, softmax_scale=0.5), out)
 
 
@@ -155,12 +188,34 @@ def test_a_given_config_is_what_is_compiled(gpu):
     assert gpu.keys[0].config == Config(32, 64)
 
 
-def test_on_another_device_than_the_current_one_that_becomes_current(gpu, monkeypatch):
-    """FA#54, FA#1782."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"causal": True}, (True, False, False)),
+        ({"window_size": (2, 1)}, (False, True, False)),
+        ({"window_size": (2, 0)}, (False, True, False)),
+        ({"causal": True, "window_size": (2, None)}, (False, True, False)),
+        ({"causal": True, "window_size": (6, 3)}, (True, False, False)),  # 6 of 7 keys on the left bound nothing
+        ({"softcap": 3.0}, (False, False, True)),
+    ],
+    ids=str,
+)
+def test_a_kernel_is_compiled_for_the_kind_of_mask(gpu, options, expected):
+    """Not for its numbers: they come with each launch."""
     tensors = qkv()
-    assert_exact(STUB.forward(*tensors), tensors)
-    assert gpu.devices == [CPU_INDEX]
+    results = ABLE.flash_attn_func(*tensors, **options, return_lse=True)
+    window = options.pop("window_size", (None, None))
+    assert_exact(results, tensors, window=window, **options)
+    [key] = gpu.keys
+    assert (key.causal, key.window, key.softcap) == expected
+
+
+def test_numbers_belong_to_the_run(gpu):
+    tensors = qkv()
+    for window in ((2, 1), (1, 1), (2, 1)):
+        assert_exact(ABLE.forward(*tensors, window_size=window), tensors, window=window)
+    assert len(gpu.keys) == 2
+    assert gpu.keys[0] == gpu.keys[1]
 
 
 @pytest.mark.parametrize("lengths", [(2, 0, 7), (2, 5, 0), (0, 5, 7)], ids=["no queries", "no keys", "no batch"])
@@ -169,6 +224,59 @@ def test_without_a_score_nothing_is_launched(gpu, lengths):
     out, lse = STUB.forward(*qkv(batch, seqlen_q, seqlen_k))
     assert torch.equal(out, torch.zeros(batch, seqlen_q, 4, 16, dtype=torch.float16))
     assert torch.equal(lse, torch.full((batch, 4, seqlen_q), -torch.inf))
+    assert gpu.keys == []
+
+
+# ---- Packed sequences
+
+
+def pack(lengths_q, lengths_k):
+    """q, k, v and their cu_seqlens."""
+    q, k, v = (x[0] for x in qkv(1, sum(lengths_q), sum(lengths_k)))
+    cu_seqlens = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)]
+    return q, k, v, *cu_seqlens
+
+
+def test_packed_sequences_are_launched(gpu):
+    q, k, v, *cu_seqlens = pack([3, 2, 5], [4, 1, 6])
+    out, lse = ABLE.flash_attn_varlen_func(q, k, v, *cu_seqlens, 5, 6, causal=True, return_lse=True)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (4, 10), torch.float32)
+    assert_exact((out[None, 5:], lse[None, :, 5:]), (q[None, 5:], k[None, 5:], v[None, 5:]), causal=True)
+    [key] = gpu.keys
+    assert (key.sequences, key.causal, key.head_dim) == ("packed", True, 16)
+    assert all(x is y for x, y in zip(gpu.launches[0][5:], cu_seqlens, strict=True)), "as they were given"
+
+
+def test_what_lengths_are_does_not_matter_to_a_run(gpu):
+    for lengths in ([3, 2, 5], [1, 4, 5], [5, 0, 5]):
+        q, k, v, *cu_seqlens = pack(lengths, lengths)
+        out, lse = ABLE.flash_attn_varlen_func(q, k, v, *cu_seqlens, 5, 5, return_lse=True)
+        assert_exact((out[None, 5:], lse[None, :, 5:]), (q[None, 5:], k[None, 5:], v[None, 5:]))
+    assert len(gpu.keys) == len(ABLE._runs) == 1
+    assert not any(isinstance(x, torch.Tensor) for key in ABLE._runs for x in key), "no tensor is kept alive"
+    ABLE.flash_attn_varlen_func(*pack([4, 6], [4, 6]), 6, 6)
+    ABLE.flash_attn_varlen_func(*pack([4, 6], [4, 6]), 7, 7)
+    assert len(ABLE._runs) == 3, "another batch, another bound of the lengths"
+
+
+def test_bounds_of_sequences_may_lie_anywhere(gpu):
+    q, k, v, *cu_seqlens = pack([3, 2], [4, 1])
+    expected = ABLE.flash_attn_varlen_func(q, k, v, *cu_seqlens, 3, 4)
+    cu_seqlens = [misaligned(x) for x in cu_seqlens]
+    assert torch.equal(ABLE.flash_attn_varlen_func(q, k, v, *cu_seqlens, 3, 4), expected)
+    assert all(x is y for x, y in zip(gpu.launches[1][5:], cu_seqlens, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k"),
+    [([0, 0], [3, 4]), ([3, 4], [0, 0]), ([], [])],
+    ids=["no queries", "no keys", "no batch"],
+)
+def test_without_a_score_nothing_packed_is_launched(gpu, lengths_q, lengths_k):
+    q, k, v, *cu_seqlens = pack(lengths_q, lengths_k)
+    out, lse = ABLE.flash_attn_varlen_func(q, k, v, *cu_seqlens, 4, 4, return_lse=True)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((4, len(q)), -torch.inf))
     assert gpu.keys == []
 
 
@@ -198,6 +306,7 @@ def test_only_what_no_kernel_can_read_is_copied(gpu, view, position):
     tensors[position] = (READABLE | UNREADABLE)[view](tensors[position])
     assert_exact(STUB.forward(*tensors), tensors)
     launched = gpu.launches[0][:3]
+    assert gpu.launches[0][3].is_contiguous(), "out, whatever the strides of q"
     copied = [x.data_ptr() != given.data_ptr() for x, given in zip(launched, tensors, strict=True)]
     assert copied == [view in UNREADABLE and i == position for i in range(3)]
     for x in launched:
@@ -254,6 +363,53 @@ def test_outputs_that_cannot_be_written_are_refused(gpu, outputs, message):
 
 
 # ---- Refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": lambda x: x[:, :, :1]}, "k and v must have one shape"),
+        ({"v": lambda x: x.float()}, "q, k and v must have one dtype"),
+        ({"k": lambda x: x.bfloat16()}, "q, k and v must have one dtype"),
+        ({"out": lambda x: x[:, 1:]}, "out must be torch.float16 of shape"),
+        ({"lse": lambda x: x.double()}, "lse must be torch.float32"),
+    ],
+)
+def test_what_a_kernel_refuses_is_named(gpu, change, message):
+    """Once a call is prepared the kernel alone sees that another one is wrong."""
+    q, k, v = qkv()
+    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "lse": torch.empty(2, 4, 5)}
+    STUB.forward(**tensors)
+    [(name, changed)] = change.items()
+    wrong = changed(tensors[name])
+    wrong = wrong.as_strided(wrong.shape, tensors[name].stride())  # what the prepared call is found by stays
+    with pytest.raises(ValueError, match=message):
+        STUB.forward(**tensors | {name: wrong})
+    assert len(gpu.launches) == 1
+    assert len(STUB._runs) == 1
+
+
+def test_bounds_of_another_type_are_named(gpu):
+    q, k, v, *cu_seqlens = pack([3, 2], [4, 1])
+    ABLE.flash_attn_varlen_func(q, k, v, *cu_seqlens, 3, 4)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must be int32; got torch\.int64"):
+        ABLE.flash_attn_varlen_func(q, k, v, cu_seqlens[0], cu_seqlens[1].long(), 3, 4)
+    with pytest.raises(ValueError, match="must describe the same number of sequences"):
+        ABLE.flash_attn_varlen_func(q, k, v, cu_seqlens[0], cu_seqlens[1][[0, 0, 1, 2]], 3, 4)
+    assert len(ABLE._runs) == 1
+
+
+def test_another_error_of_a_kernel_passes(gpu, monkeypatch):
+    def load(key, build):
+        def kernel(*arguments):
+            raise ValueError("of its own")
+
+        return kernel
+
+    monkeypatch.setattr(generation_module, "load", load)
+    with pytest.raises(ValueError, match="of its own"):
+        STUB.forward(*qkv())
+
 
 LACKING = {
     "window": {"window_size": (2, 1)},
@@ -324,7 +480,6 @@ def test_what_cannot_be_hashed_is_named(gpu):
 
 def test_first_calls_from_many_threads_agree():
     """FA#637."""
-    STUB._runs.clear()
     tensors = qkv()
     results, start = [], threading.Barrier(8)
 

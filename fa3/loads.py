@@ -1,0 +1,271 @@
+"""How blocks of Q, K and V travel from global to shared memory: by TMA, or row by row with cp.async.
+
+TMA copies boxes of a tensor whose size its descriptor fixes at launch: rows past the tensor's end become zeros in
+shared memory, and are not stored. A sequence inside a packed tensor, or the used part of a cache, ends earlier than its
+tensor: what follows is another sequence's, or garbage that may be NaN, and 0 * NaN is NaN. So such a tensor is
+described with one mode more, `last`, that steps by rows as well:
+
+    address = base - rows * stride + row' * stride + last * stride
+    row'    = rows - length + row        last = offset + length
+
+Row `row` of a sequence of `length` rows from `offset` on lies at base + (offset + row) * stride, as it should; and
+row' reaches the tensor's end exactly where the sequence ends. A box must not lie wholly behind that end: TMA then
+faults (seen on an H200; it seems to look up the moved base). Hence an empty sequence is taken to have one row.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int16, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from fa3.config import Config
+from fa3.products import ROWS
+from fa3.scheduler import NUM_PLACES, Tile, Work
+from fa3.sync import Pipes
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared-memory tensors; the last mode counts warpgroups (sQ, sP, sO) or stages (sK, sV)."""
+
+    sQ: cute.Tensor  # (64, width, warpgroups)
+    sK: cute.Tensor  # (tile_n, width, stages)
+    sV: cute.Tensor  # (width, tile_n, stages): V^T, as P V wants its B operand
+    sP: cute.Tensor | None  # (64, tile_n, warpgroups), unless p_in_registers
+    sO: cute.Tensor  # (64, width, warpgroups): sQ's memory, once Q is done with, unless epilogue_overlap
+
+    @staticmethod
+    def of(storage, layouts: tuple, owns_O: bool) -> "Shared":
+        layout_Q, layout_K, layout_V, layout_P, layout_O = layouts
+        memory_O = storage.sO.data_ptr() if owns_O else storage.sQ.data_ptr()
+        return Shared(
+            sQ=storage.sQ.get_tensor(layout_Q.outer, swizzle=layout_Q.inner),
+            sK=storage.sK.get_tensor(layout_K.outer, swizzle=layout_K.inner),
+            sV=storage.sV.get_tensor(layout_V.outer, swizzle=layout_V.inner),
+            sP=None if layout_P is None else storage.sP.get_tensor(layout_P.outer, swizzle=layout_P.inner),
+            sO=cute.make_tensor(cute.recast_ptr(memory_O, layout_O.inner), layout_O.outer),
+        )
+
+
+def storage_type(config: Config, dtype: type, layouts: tuple, owns_O: bool) -> type:
+    """A CTA's shared memory."""
+    layout_Q, layout_K, layout_V, layout_P, layout_O = layouts
+    size_of_P = 0 if layout_P is None else cute.cosize(layout_P)
+    size_of_O = cute.cosize(layout_O) if owns_O else 0
+
+    @cute.struct
+    class Storage:
+        q_barriers: cute.struct.MemRange[Int64, 2 * config.num_consumer_warpgroups]
+        k_barriers: cute.struct.MemRange[Int64, 2 * config.stages]
+        v_barriers: cute.struct.MemRange[Int64, 2 * config.stages]
+        ring_barriers: cute.struct.MemRange[Int64, 2 * NUM_PLACES]
+        ring: cute.struct.MemRange[Int32, NUM_PLACES]
+        # 128-byte swizzle atoms repeat every 1024 bytes.
+        sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_Q)], 1024]
+        sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_K)], 1024]
+        sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_V)], 1024]
+        sP: cute.struct.Align[cute.struct.MemRange[dtype, size_of_P], 1024]
+        sO: cute.struct.Align[cute.struct.MemRange[dtype, size_of_O], 1024]
+
+    return Storage
+
+
+def tma_atom(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple, num_multicast: int = 1) -> tuple:
+    """(atom, tensor of coordinates) of copies of `tile` between global memory and one stage of `layout`."""
+    return cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile, num_multicast=num_multicast)
+
+
+def with_moving_end(t: cute.Tensor) -> cute.Tensor:
+    """(rows, head_dim, heads[, batch]) as (rows, head_dim, heads, (rows + 1[, batch])), its base moved (see above)."""
+    rows, stride = t.shape[0], t.stride[0]
+    moved = t.iterator.toint() - Int64(rows) * stride * (t.element_type.width // 8)
+    pointer = cute.make_ptr(t.element_type, moved, cute.AddressSpace.gmem, assumed_align=16)
+    last, step = rows + 1, stride
+    if cute.rank(t) == 4:
+        last, step = (last, t.shape[3]), (step, t.stride[3])
+    layout = cute.make_layout((*t.shape[:3], last), stride=(*t.stride[:3], step))
+    return cute.make_tensor(pointer, layout)
+
+
+def sequences_of_q(sequences: str) -> str:
+    """How Q's and O's sequences lie: a cache's lengths are those of K and V alone."""
+    return "packed" if sequences == "packed" else "dense"
+
+
+def rows_of(mT: cute.Tensor, sequences: str, head: Int32, batch: Int32, rows: tuple, rows_mode: int = 0) -> cute.Tensor:
+    """The (rows, head_dim) coordinates of one sequence and head; `rows` is its (offset, length) in mT.
+
+    mT is a TMA tensor, made `with_moving_end` unless `sequences` is "dense". V^T has its rows in mode 1.
+    """
+    if sequences == "dense":
+        return mT[None, None, head, batch]
+    total, (offset, length) = mT.shape[rows_mode], rows
+    offset, length = cutlass.min(offset, total - 1), cutlass.max(length, 1)
+    last = (offset + length, batch) if sequences == "cached" else offset + length
+    before = total - length
+    return cute.domain_offset((before, 0) if rows_mode == 0 else (0, before), mT[None, None, head, last])
+
+
+@dataclass(frozen=True)
+class RowGather:
+    """Copies rows that lie anywhere, 16 bytes at a time, into a swizzled tile: cp.async by all of `num_threads`.
+
+    The query heads that share a K/V head (pack_gqa) make rows of one tile that no single TMA box holds.
+    """
+
+    atom: cute.CopyAtom
+    thread: cute.TiledCopy
+    pieces: cute.Tensor  # coordinates (row, column) of this thread's pieces, (16 B, rows, columns)
+
+    @staticmethod
+    def of(dtype: type, tile: tuple, num_threads: int, thread_index: Int32) -> "RowGather":
+        """For a tile of (rows, columns), columns a multiple of 32."""
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
+        )
+        across = 8 if tile[1] % 64 == 0 else 4  # threads along a row, 16 bytes each
+        thread = cute.make_tiled_copy_tv(
+            atom, cute.make_ordered_layout((num_threads // across, across), order=(1, 0)), cute.make_layout((1, 8))
+        ).get_slice(thread_index)
+        return RowGather(atom, thread, thread.partition_S(cute.make_identity_tensor(tile)))
+
+    @cute.jit
+    def load(self, mT: cute.Tensor, coordinate_of, num_columns: cutlass.Constexpr, s: cute.Tensor):
+        """Starts copying into `s`, (rows, columns). `coordinate_of(row)` is whether the row exists, and its place
+        in mT, (row, head[, batch]); rows and columns that do not exist become zeros."""
+        tSs = self.thread.partition_D(s)
+        for i in cutlass.range_constexpr(cute.size(self.pieces, mode=[1])):
+            exists, (row, *head_and_batch) = coordinate_of(self.pieces[0, i, 0][0])
+            for c in cutlass.range_constexpr(cute.size(self.pieces, mode=[2])):
+                column = self.pieces[0, i, c][1]
+                if exists & (column < num_columns):
+                    piece = mT.iterator + mT.layout((row, column, *head_and_batch))
+                    source = cute.make_tensor(
+                        cute.make_ptr(mT.element_type, piece.toint(), cute.AddressSpace.gmem, assumed_align=16),
+                        tSs[None, i, c].layout,
+                    )
+                    cute.copy(self.atom, source, tSs[None, i, c])
+                else:
+                    tSs[None, i, c].fill(0)
+
+
+@dataclass(frozen=True)
+class TmaLoads:
+    """One tile's loads by TMA, for one warp: each call waits for the stage and starts a copy."""
+
+    config: Config
+    pipes: Pipes
+    atoms: tuple  # of Q (None with pack_gqa), K, V
+    queries: tuple | None  # (TMA, warpgroups) of sQ, (TMA, m_blocks of 64) of Q
+    keys: tuple  # (TMA, stages) of sK, (TMA, n_blocks) of K
+    values: tuple
+    rows_q: tuple  # (first, last) block of 64 rows of the tile, of the sequence
+
+    @staticmethod
+    def of(work: Work, tile: Tile, atoms: tuple, tensors: tuple, shared: Shared, pipes: Pipes) -> "TmaLoads":
+        config, sequences = work.facts.config, work.facts.sequences
+        (mQ, mK, mV), (tma_Q, tma_K, tma_V) = tensors, atoms
+        width, tile_n = cute.size(shared.sV, mode=[0]), config.tile_n
+        rank, cluster_size = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()), work.facts.cluster_size
+        of_keys = (sequences, work.head_kv(tile), tile.batch, (tile.offset_k, tile.seqlen_k))
+        gK = cute.local_tile(rows_of(mK, *of_keys), (tile_n, width), (None, 0))
+        gV = cute.local_tile(rows_of(mV, *of_keys, rows_mode=1), (width, tile_n), (0, None))
+        queries = None
+        if const_expr(tma_Q is not None):
+            of_queries = (sequences_of_q(sequences), tile.head, tile.batch, (tile.offset_q, tile.seqlen_q))
+            gQ = cute.local_tile(rows_of(mQ, *of_queries), (ROWS, width), (None, 0))
+            queries = tma_partition(tma_Q, shared.sQ, gQ)
+        num_warpgroups = config.num_consumer_warpgroups
+        return TmaLoads(
+            config,
+            pipes,
+            atoms,
+            queries,
+            keys=tma_partition(tma_K, shared.sK, gK, rank, cluster_size),
+            values=tma_partition(tma_V, shared.sV, gV, rank, cluster_size),
+            rows_q=(tile.m_block * num_warpgroups, cute.ceil_div(tile.seqlen_q, ROWS) - 1),
+        )
+
+    @cute.jit
+    def load_q(self, phase: Int32):
+        """64 rows for each consumer warpgroup, as soon as it has done with those of the tile before."""
+        if const_expr(self.queries is not None):
+            (tQsQ, tQgQ), (first, last) = self.queries, self.rows_q
+            for w in cutlass.range_constexpr(self.config.num_consumer_warpgroups):
+                state = self.pipes.q_state(w, phase)
+                # Warpgroup w has released its rows; the full barrier is told how many bytes to expect.
+                self.pipes.q.producer_acquire(state)
+                # A warpgroup that has no row takes others' and stores nothing: no box lies wholly behind a moving end.
+                source, full = tQgQ[None, cutlass.min(first + w, last)], self.pipes.q.producer_get_barrier(state)
+                cute.copy(self.atoms[0], source, tQsQ[None, w], tma_bar_ptr=full)
+
+    def load_k(self, n_block: Int32, state: pipeline.PipelineState) -> None:
+        self.load_block(self.pipes.k, self.atoms[1], self.keys, n_block, state)
+
+    def load_v(self, n_block: Int32, state: pipeline.PipelineState) -> None:
+        self.load_block(self.pipes.v, self.atoms[2], self.values, n_block, state)
+
+    def load_block(self, pipe, atom: cute.CopyAtom, block: tuple, n_block: Int32, state) -> None:
+        """A key block, or of a cluster this CTA's part of it into every CTA."""
+        smem, gmem = block
+        # Every consumer warp has released what this stage held; the full barrier is told how many bytes to expect.
+        pipe.producer_acquire(state)
+        multicast = {"mcast_mask": Int16(3)} if self.config.cluster else {}
+        full = pipe.producer_get_barrier(state)
+        cute.copy(atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=full, **multicast)
+
+
+def tma_partition(atom: cute.CopyAtom, s: cute.Tensor, g: cute.Tensor, rank: Int32 = 0, num_ctas: int = 1) -> tuple:
+    """Both sides of a TMA copy as (TMA, tiles); CTA `rank` of `num_ctas` copies its part."""
+    return cpasync.tma_partition(
+        atom, rank, cute.make_layout(num_ctas), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
+    )
+
+
+@dataclass(frozen=True)
+class CpAsyncLoads:
+    """One tile's K and V by cp.async (tma off), for all threads that load; each warpgroup gathers its own Q."""
+
+    gather: RowGather
+    pipes: Pipes
+    tensors: tuple  # K (rows, head_dim, heads[, batch]), V^T (head_dim, rows, ...)
+    shared: Shared
+    tile: Tile
+    place: tuple  # (head[, batch]) of K and V
+    head_dim: int
+
+    @staticmethod
+    def of(work: Work, tile: Tile, tensors: tuple, shared: Shared, pipes: Pipes, threads: tuple) -> "CpAsyncLoads":
+        """`threads` is (this one, how many load)."""
+        sK, (_, mK, mV) = shared.sK, tensors
+        thread, num_threads = threads
+        gather = RowGather.of(sK.element_type, (cute.size(sK, mode=[0]), cute.size(sK, mode=[1])), num_threads, thread)
+        batch = (tile.batch,) if work.facts.sequences != "packed" else ()
+        mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, *range(2, cute.rank(mV))]))
+        return CpAsyncLoads(gather, pipes, (mK, mV), shared, tile, (work.head_kv(tile), *batch), mK.shape[1])
+
+    def load_q(self, phase: Int32) -> None:
+        """Nothing: see Forward.gather_queries."""
+
+    def load_k(self, n_block: Int32, state: pipeline.PipelineState) -> None:
+        self.load_block(self.pipes.k, self.tensors[0], self.shared.sK[None, None, state.index], n_block, state)
+
+    def load_v(self, n_block: Int32, state: pipeline.PipelineState) -> None:
+        sVt = self.shared.sV[None, None, state.index]
+        sV = cute.make_tensor(sVt.iterator, cute.select(sVt.layout, mode=[1, 0]))
+        self.load_block(self.pipes.v, self.tensors[1], sV, n_block, state)
+
+    def load_block(self, pipe, mT: cute.Tensor, s: cute.Tensor, n_block: Int32, state) -> None:
+        tile, first = self.tile, n_block * cute.size(s, mode=[0])
+
+        def place_of(row: Int32) -> tuple:
+            return first + row < tile.seqlen_k, (tile.offset_k + first + row, *self.place)
+
+        # Every consumer has released what this stage held.
+        pipe.producer_acquire(state)
+        self.gather.load(mT, place_of, self.head_dim, s)
+        # The full barrier counts this thread in once its copies so far have landed.
+        pipe.producer_commit(state)
