@@ -10,7 +10,9 @@ changed since fa2
   - The products are WGMMA, asynchronous and straight from shared memory.
   - Ping-pong: one warpgroup's softmax runs under another's products (section 3.1).
   - Inside a warpgroup, the softmax of a block runs under P V of the block before (section 3.2).
+  - CTAs are persistent: each computes tile after tile, and stores one while it loads the next.
   - From elsewhere: O is rescaled only when it must be (lazy rescale, FA4); K and V by multicast (off by default).
+  - On a GPU too: windows, softcap, packed sequences, decoding with a cache.
 
 unchanged
   - The loop: queries outer and over the grid, O in registers and not normalised, only LSE saved, hidden blocks skipped.
@@ -19,8 +21,12 @@ unchanged
 config.py     what the kernels are built from, and what they can do
 algorithm.py  the loops, forward and backward, in plain PyTorch: start here
 softmax.py    the online softmax on register tiles
-sync.py       warp roles, named barriers, register budgets
 forward.py    the forward kernel; the backward has none yet
+scheduler.py  which tile a CTA computes next, and which key blocks it sees
+loads.py      Q, K and V into shared memory, by TMA or cp.async
+products.py   the two products, as WGMMA
+epilogue.py   O and LSE out to global memory
+sync.py       warp roles, barriers, register budgets
 interface.py  tensors in, tensors out
 kvcache.py    the same for decoding with a cache of K and V; keys in splits
 merge.py      the kernel that makes one result of those of the splits

@@ -6,11 +6,15 @@ changed since fa2
   - Producer and consumers have their own register budgets (setmaxnreg).
   - Ping-pong: warpgroups take turns at the tensor cores, so that one's softmax hides under another's products (3.1).
   - Inside a warpgroup, P V of the last block runs under the softmax of this one (3.2).
-  - Optionally two CTAs form a cluster, and each loads half of every K/V block for both (multicast).
+  - CTAs are persistent: as many as run at once, each takes tile after tile (scheduler.py), and O leaves while the next
+    tile's Q, K and V arrive.
+  - Optionally two CTAs form a cluster, and each loads half of every K/V block for both (multicast); and the query heads
+    that share K and V are rows of one tile (pack_gqa).
+  - Windows, softcap, packed sequences, caches of which a part is used, and keys split among CTAs.
 unchanged
-  - One CTA per query block, head and batch; queries outer, keys inner, from the last visible block to the first.
-  - O un-normalised in registers, one division at the end, only LSE saved; only the last visible block and those on the
-    diagonal are masked.
+  - A tile is one query block of one head and sequence; keys inner, from the last visible block to the first.
+  - O un-normalised in registers, one division at the end, only LSE saved; only blocks that some query does not see
+    whole are masked.
 
 Time to the right, two consumer warpgroups (S = Q K of a block, P = softmax of it, O = P V of it):
 
@@ -20,8 +24,10 @@ Time to the right, two consumer warpgroups (S = Q K of a block, P = softmax of i
     softmax 1 |        P3'   |      P2'      |      P1'      |      P0'
 
 shared memory, bytes (16-bit types; stages s; width: head_dim, up to 64, 96, 128, 192 or 256)
-    sQ      tile_m * width * 2             each consumer warpgroup's 64 rows apart; O leaves through the same rows
+    sQ      tile_m * width * 2             each consumer warpgroup's 64 rows apart
     sK, sV  tile_n * width * 2 * s each
+    sP      tile_m * tile_n * 2            unless P stays in registers
+    sO      tile_m * width * 2             with epilogue_overlap; else O leaves through sQ
 registers a consumer thread (d = 128, 192 x 80, 160 of them): O 64, S 40, P 20
 """
 
@@ -277,9 +283,9 @@ class Forward:
 
     @cute.jit
     def load_first(self, share: Share, blocks: KeyBlocks, q_phase: Int32):
-        """Without a producer: Q, and as many blocks of K and V as there are stages, V's last one aside.
+        """Without a producer: Q, a block of K for each stage, and of V for each but one, which `load_ahead` fills.
 
-        (Each step of the loop has room for one block of each again: `load_ahead`.)
+        Returns how far K and V are loaded.
         """
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)

@@ -119,6 +119,7 @@ class RowGather:
     atom: cute.CopyAtom
     thread: cute.TiledCopy
     pieces: cute.Tensor  # coordinates (row, column) of this thread's pieces, (16 B, rows, columns)
+    rows_at_once: int  # by all threads
 
     @staticmethod
     def of(dtype: type, tile: tuple, num_threads: int, thread_index: Int32) -> "RowGather":
@@ -130,26 +131,30 @@ class RowGather:
         thread = cute.make_tiled_copy_tv(
             atom, cute.make_ordered_layout((num_threads // across, across), order=(1, 0)), cute.make_layout((1, 8))
         ).get_slice(thread_index)
-        return RowGather(atom, thread, thread.partition_S(cute.make_identity_tensor(tile)))
+        return RowGather(atom, thread, thread.partition_S(cute.make_identity_tensor(tile)), num_threads // across)
 
     @cute.jit
     def load(self, mT: cute.Tensor, coordinate_of, num_columns: cutlass.Constexpr, s: cute.Tensor):
         """Starts copying into `s`, (rows, columns). `coordinate_of(row)` is whether the row exists, and its place
         in mT, (row, head[, batch]); rows and columns that do not exist become zeros."""
         tSs = self.thread.partition_D(s)
+        num_rows = cute.size(s, mode=[0])
         for i in cutlass.range_constexpr(cute.size(self.pieces, mode=[1])):
-            exists, (row, *head_and_batch) = coordinate_of(self.pieces[0, i, 0][0])
-            for c in cutlass.range_constexpr(cute.size(self.pieces, mode=[2])):
-                column = self.pieces[0, i, c][1]
-                if exists & (column < num_columns):
-                    piece = mT.iterator + mT.layout((row, column, *head_and_batch))
-                    source = cute.make_tensor(
-                        cute.make_ptr(mT.element_type, piece.toint(), cute.AddressSpace.gmem, assumed_align=16),
-                        tSs[None, i, c].layout,
-                    )
-                    cute.copy(self.atom, source, tSs[None, i, c])
-                else:
-                    tSs[None, i, c].fill(0)
+            row_of_tile = self.pieces[0, i, 0][0]
+            exists, (row, *head_and_batch) = coordinate_of(row_of_tile)
+            # Threads that do not divide the rows evenly reach past the tile in the end.
+            if const_expr(num_rows % self.rows_at_once == 0) or row_of_tile < num_rows:
+                for c in cutlass.range_constexpr(cute.size(self.pieces, mode=[2])):
+                    column = self.pieces[0, i, c][1]
+                    if exists & (column < num_columns):
+                        piece = mT.iterator + mT.layout((row, column, *head_and_batch))
+                        source = cute.make_tensor(
+                            cute.make_ptr(mT.element_type, piece.toint(), cute.AddressSpace.gmem, assumed_align=16),
+                            tSs[None, i, c].layout,
+                        )
+                        cute.copy(self.atom, source, tSs[None, i, c])
+                    else:
+                        tSs[None, i, c].fill(0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fa3
-from fa3.config import Config, default_config
+from fa3.config import SCHEDULERS, Config, default_config
 from fa_common.problem import Problem
 from fa_common.switches import ladder, switches, without
 from tests.test_forward_gpu import (
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 # Tiles that leave registers and shared memory for what an idea takes more of when it is off.
 BASES = {64: Config(tile_m=192, tile_n=64), 128: Config(tile_m=128, tile_n=64)}
-FLOOR, *RUNGS, _ = (config for _, config in ladder(BASES[64]))
+FLOOR = ladder(BASES[64])[0][1]
 # More tiles than an H200 has SMs, so that each persistent CTA computes several.
 MANY_TILES = Shape(9, 257, 257, 17, 17)
 MANY_SHARED = Shape(9, 257, 193, 18, 6)
@@ -75,7 +75,7 @@ def turned(config: Config) -> list[tuple[str, Config]]:
             variants.append((f"without {switch.metadata['label']}", without(config, switch.name)))
         else:
             variants.append((f"with {switch.metadata['label']}", replace(config, **{switch.name: True})))
-    return [*variants, ("all off", ladder(config)[0][1])]
+    return [*variants, ladder(config)[0]]
 
 
 def shapes_for(config: Config) -> list[Shape]:
@@ -95,16 +95,15 @@ def test_each_switch_turned_alone(head_dim, causal, config):
     hold(shapes_for(config), head_dim, config, causal=causal)
 
 
-@pytest.mark.parametrize("config", [FLOOR, *RUNGS], ids=[name for name, _ in ladder(BASES[64])[:-1]])
+@configs(dict(ladder(BASES[128])))
 def test_each_rung_of_the_ladder(config):
-    hold(shapes_for(config), 64, config, causal=True)
+    hold(shapes_for(config), 128, config, causal=True)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@full_and_causal
-def test_stages(stages, causal):
+def test_stages(stages):
     config = Config(tile_m=128, tile_n=64, stages=stages)
-    hold(shapes_for(config), 64, config, causal=causal)
+    hold(shapes_for(config), 64, config, causal=True)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +339,11 @@ def test_packed_sequences(config, mask):
     hold_packed(([257, 0, 130, 1] * 5, [193, 7, 257, 0] * 5), config, mask, heads=(18, 6))
 
 
-@pytest.mark.parametrize("mask", [{}, {"causal": True, "softcap": 5.0}], ids=["full", "causal, softcap"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "mask"),
+    [(64, {}), (128, {"causal": True, "softcap": 5.0})],
+    ids=["64-full", "128-causal, softcap"],
+)
 def test_packed_sequences_by_default(head_dim, mask):
     for lengths in (MIXED, LONG_AMONG_TINY):
         hold_packed(lengths, mask=mask, head_dim=head_dim)
@@ -469,7 +471,7 @@ def few_queries(group: int, seqlen_k: int = 257) -> list[Shape]:
     return [Shape(3, seqlen_q, seqlen_k, 2 * group, 2) for seqlen_q in (1, 3, 16)]
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (64, True), (128, True), (256, False)])
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (256, True)])
 def test_few_queries_of_many_heads(head_dim, causal):
     for group in GROUPS[1:]:
         for seqlen_k in (1, 2, 64, 257, 1000):
@@ -479,25 +481,24 @@ def test_few_queries_of_many_heads(head_dim, causal):
 
 def test_few_queries_with_a_window_and_a_softcap():
     for group in GROUPS[1:]:
-        for window in ((64, 0), (100, 1), (None, 1)):
+        for window in ((64, 0), (100, 1), (300, None)):
             hold(few_queries(group, 600), 64, window=window, softcap=5.0)
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (128, True)])
-@pytest.mark.parametrize("change", [{}, {"scheduler": "dynamic"}, {"cluster": True}], ids=["", "dynamic", "multicast"])
-def test_packed_heads_of_long_sequences(head_dim, causal, change):
-    config = replace(BASES[head_dim], pack_gqa=True, **change)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_packed_heads_of_long_sequences(head_dim, causal, scheduler):
+    config = replace(BASES[head_dim], pack_gqa=True, scheduler=scheduler)
     for group in GROUPS:
         shapes = [*few_queries(group), Shape(2, 129, 193, 2 * group, 2), Shape(1, 257, 64, group, 1)]
         hold(shapes, head_dim, config, causal=causal)
     hold([MANY_SHARED, Shape(2, 1100, 1100, 6, 2)], head_dim, config, causal=causal)
 
 
-@full_and_causal
-def test_few_queries_of_packed_sequences(causal):
+def test_few_queries_of_packed_sequences():
     for group in GROUPS[1:]:
-        hold_packed(FEW, mask={"causal": causal}, heads=(2 * group, 2))
-    hold_packed(([1] * 300, [1, 30, 0, 129, 64, 257] * 50), mask={"causal": causal}, heads=(8, 2))
+        hold_packed(FEW, mask={"causal": True}, heads=(2 * group, 2))
+    hold_packed(([1] * 300, [1, 30, 0, 129, 64, 257] * 50), heads=(8, 2))
 
 
 # ---- Every head_dim
@@ -515,7 +516,7 @@ GATHERS = {
         *(pytest.param(head_dim, None, id=f"{head_dim}") for head_dim in (8, 40, 96, 120, 192, 248)),
         *(
             pytest.param(head_dim, config, id=f"{head_dim}-{name}")
-            for head_dim in (40, 72, 200)
+            for head_dim in (72, 200)
             for name, config in GATHERS.items()
         ),
     ],
