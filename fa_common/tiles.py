@@ -103,8 +103,9 @@ def visible_blocks(queries: tuple, tile_n: int, seqlens: tuple, bounds: tuple) -
     facing = first + seqlen_k - seqlen_q
     begin, full_begin, full_end, end = 0, 0, seqlen_k, seqlen_k
     if const_expr(right is not None):
-        end = cutlass.min(seqlen_k, facing + number + right)
-        full_end = cutlass.min(seqlen_k, facing + 1 + right)
+        first_hidden = first + 1 + right + seqlen_k - seqlen_q  # from the first query
+        end = cutlass.min(seqlen_k, first_hidden + number - 1)
+        full_end = cutlass.min(seqlen_k, first_hidden)
     num_blocks = cutlass.max(cute.ceil_div(end, tile_n), 1)
     num_full = cutlass.max(full_end, 0) // tile_n
     if const_expr(left is None):
@@ -131,7 +132,7 @@ def mask_scores(
         facing = query + seqlen_k - seqlen_q
         end = seqlen_k
         if const_expr(right is not None):
-            end = cutlass.min(seqlen_k, facing + 1 + right)
+            end = cutlass.min(seqlen_k, query + 1 + seqlen_k - seqlen_q + right)
         # Counted from this thread's first column; its c-th lies a constant further (see the picture above).
         end = end - first_key - column
         begin = Int32(0) if const_expr(left is None) else facing - left - first_key - column
