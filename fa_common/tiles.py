@@ -132,6 +132,7 @@ def mask_scores(
         facing = query + seqlen_k - seqlen_q
         end = seqlen_k
         if const_expr(right is not None):
+            # Added up in this order: from `facing` on, fa2 at d = 64 spills 8 bytes.
             end = cutlass.min(seqlen_k, query + 1 + seqlen_k - seqlen_q + right)
         # Counted from this thread's first column; its c-th lies a constant further (see the picture above).
         end = end - first_key - column
