@@ -218,6 +218,7 @@ class TmaLoads:
         smem, gmem = block
         # Every consumer warp has released what this stage held; the full barrier is told how many bytes to expect.
         pipe.producer_acquire(state)
+        # A bit for each CTA of the cluster: the copy reaches both.
         multicast = {"mcast_mask": Int16(3)} if self.config.cluster else {}
         full = pipe.producer_get_barrier(state)
         cute.copy(atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=full, **multicast)

@@ -274,6 +274,7 @@ class TileRing:
     @cute.jit
     def tell(self, number: Int32, state: pipeline.PipelineState):
         """The producer warp: waits until every consumer has read what this place held, then writes."""
+        # Every consumer warp has read the number that this place held.
         self.pipe.producer_acquire(state)
         if cute.arch.lane_idx() == 0:
             self.numbers[state.index] = number
