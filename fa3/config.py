@@ -30,6 +30,7 @@ class Config:
     tile_m: int = 128  # queries per CTA, 64 for each consumer warpgroup
     tile_n: int = 128  # keys per block
     stages: int = 2  # K/V blocks in flight in shared memory
+    q_register_steps: int = 0  # how much of Q each warpgroup holds in registers, in 16 columns: read less often then
     scheduler: str = "static"  # which tile a persistent CTA takes next: every n-th, or what an atomic counter says
     tma: bool = switch("TMA loads", "FA3 2.2")  # else cp.async, 16 bytes a thread
     warp_specialized: bool = switch("warp specialization", "FA3 3.1")  # else the computing warps load as well
@@ -38,6 +39,7 @@ class Config:
     overlap_gemm_softmax: bool = switch("GEMM-softmax overlap", "FA3 3.2")
     p_in_registers: bool = switch("P in registers", "FA3 code")  # else P V reads P from shared memory
     lazy_rescale: bool = switch("lazy rescale", "FA4")  # of O, only once P would outgrow 2^8
+    polynomial_exp: bool = switch("polynomial exponentials", "FA4", default=False)  # a quarter, off the MUFU pipe
     persistent: bool = switch("persistent CTAs", "FA3 code", requires=("warp_specialized",))
     epilogue_overlap: bool = switch("epilogue overlap", "FA3 code", requires=("persistent",))  # O has its own memory
     lpt_order: bool = switch("longest tiles first", "FA3 code")  # causal: those low in the matrix see the most keys
@@ -56,6 +58,10 @@ class Config:
             raise ValueError(f"tile_n must be a multiple of 16 up to 256 (the width of one WGMMA); got {self.tile_n}")
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1 (a K/V block to load into); got {self.stages}")
+        if self.q_register_steps not in (0, 1, 2, 4, 8, 16):
+            raise ValueError(
+                f"q_register_steps must be 0, 1, 2, 4, 8 or 16 (times 16 columns of Q); got {self.q_register_steps}"
+            )
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {self.scheduler!r}")
         if self.scheduler == "dynamic" and (self.cluster or not self.persistent or not self.tma):
@@ -86,17 +92,19 @@ def default_config(problem: Problem) -> Config:
             return schedule(tile_m=192, tile_n=80, stages=3)
         if problem.causal or problem.seqlen_k <= 4096:
             # Four consumer warpgroups: the more there are, the better they hide each other's latencies.
-            return schedule(tile_m=256, tile_n=64, stages=3)
+            return schedule(tile_m=256, tile_n=64, stages=3, q_register_steps=1)
         # WGMMA reads Q from shared memory for each 64 keys: on long rows wider blocks outweigh the fourth warpgroup.
-        return schedule(tile_m=192, tile_n=128, stages=3)
+        return schedule(tile_m=192, tile_n=128, stages=3, q_register_steps=1)
     if problem.head_dim <= 96:
         return schedule(tile_m=192, tile_n=96 if is_plain else 64, stages=2)
     if problem.head_dim <= 128:
-        if not is_plain or problem.seqlen_k < 2048:
-            # Short rows: few blocks each, of which 192 rows would mask more.
+        if not is_plain:
             return schedule(tile_m=128, tile_n=128, stages=2)
+        if problem.seqlen_k < 2048:
+            # Short rows: few blocks each, of which 192 rows would mask more.
+            return schedule(tile_m=128, tile_n=128, stages=2, q_register_steps=4)
         # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
-        return schedule(tile_m=192, tile_n=80, stages=3)
+        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=2)
     # Shared memory has no room for O beside Q.
     tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
     return schedule(tile_m=128, tile_n=tile_n, stages=2, epilogue_overlap=False)

@@ -136,7 +136,10 @@ class Forward:
 
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         p_source = warpgroup.OperandSource.RMEM if self.config.p_in_registers else warpgroup.OperandSource.SMEM
-        mma_qk = sm90.make_trivial_tiled_mma(dtype, dtype, K, K, Float32, (1, 1, 1), (ROWS, tile_n))
+        mma_qk, mma_rqk = (
+            sm90.make_trivial_tiled_mma(dtype, dtype, K, K, Float32, (1, 1, 1), (ROWS, tile_n), q_source)
+            for q_source in (warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM)
+        )
         mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, K, MN, Float32, (1, 1, 1), (ROWS, width), p_source)
         layout_Q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, width), dtype, self.num_consumers)
         layout_K = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, width), dtype, stages)
@@ -167,7 +170,7 @@ class Forward:
             (mQ, mK, mV, mO, mLSE),
             (cu_seqlens_q, cu_seqlens_k, counter),
             layouts,
-            (mma_qk, mma_pv),
+            (mma_qk, mma_rqk, mma_pv),
             (softmax_scale, softcap, window_left, window_right, num_splits),
         ).launch(
             grid=(grid, 1, 1),
@@ -204,6 +207,10 @@ class Forward:
             for atom in tma:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
+
+        if const_expr(self.splits):
+            # Every CTA has started: the merge kernel may be launched. Until all have ended it waits, by itself.
+            cute.arch.griddepcontrol_launch_dependents()
 
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
         shared = Shared.of(storage, layouts, self.owns_O)
@@ -327,8 +334,8 @@ class Forward:
                 loads = self.loads(work, tile, tma, tensors, shared, pipes)
             first_row = tile.m_block * self.config.tile_m + warpgroup_index * ROWS
             share = Share(work, tile, warpgroup_index, first_row, pipes, gates, loads)
-            products = Products.of(mmas, sQ, shared.sK, shared.sV, sP, warpgroup_index)
-            softmax = OnlineSoftmax.start(ROWS_PER_THREAD, work.scale_log2, self.config.lazy_rescale)
+            products = Products.of(mmas, sQ, shared.sK, shared.sV, sP, warpgroup_index, self.config)
+            softmax = OnlineSoftmax.start(ROWS_PER_THREAD, work.scale_log2, self.config)
             if const_expr(self.gathers_queries):
                 self.gather_queries(share, tensors[0], sQ)
             k_state, v_state = self.attend(share, products, softmax, (q_phase, k_state, v_state))
@@ -360,6 +367,7 @@ class Forward:
         if const_expr(not self.gathers_queries):
             # TMA has written this warpgroup's rows of Q.
             pipes.q.consumer_wait(pipes.q_state(share.warpgroup, q_phase))
+        products.load_queries()
         for i in cutlass.range(all_blocks.end - blocks.end, unroll=1):
             k_state, v_state = self.pass_over(share, (k_state, v_state))
             ahead = self.load_ahead(all_blocks.end - 1 - i, begin, share, ahead)

@@ -5,8 +5,9 @@ A few queries against a long cache are too few tiles to fill a GPU, so each tile
 
     LSE = log sum_s exp(LSE_s)        O = sum_s exp(LSE_s - LSE) O_s
 
-One CTA a row (sequence, query, head). What it takes is the latency of its loads, so those of O_s are on their way
-before the first LSE is looked at. head_dim 128, four groups of 32 threads:
+One CTA a row (sequence, query, head). It is launched while the attention kernel still runs (programmatic dependent
+launch). What it then takes is the latency of its loads, so those of O_s are on their way before the first LSE is looked
+at. head_dim 128, four groups of 32 threads:
 
     group 0   O_0  O_4  O_8  O_12 ..     a thread has 16 bytes, 4 columns, of each of its group's splits; every warp
     group 1   O_1  O_5  O_9  O_13 ..     has all of the row's LSE_s, a lane a split, and makes them weights. The groups'
@@ -63,12 +64,14 @@ class Merge:
         contiguous; O (batch, seqlen_q, heads, head_dim), 16-bit; LSE (batch, heads, seqlen_q), fp32."""
         batch, seqlen_q, heads, _ = mO.shape
         self.kernel(mO_split, mLSE_split, mO, mLSE).launch(
-            grid=(batch * seqlen_q, heads, 1), block=[NUM_THREADS, 1, 1], stream=stream
+            grid=(batch * seqlen_q, heads, 1), block=[NUM_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, mO_split: cute.Tensor, mLSE_split: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor):
         row = self.row(mO_split)
+        # The attention kernel, beside whose last CTAs this one starts, has ended: O_split and LSE_split are complete.
+        cute.arch.griddepcontrol_wait()
         first_O = self.load(row, 0)
         weights, lse = self.weigh(row, mLSE_split)
         O = self.attend(row, first_O, weights)

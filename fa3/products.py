@@ -6,9 +6,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from fa3.config import Config
 from fa3.sync import THREADS_PER_WARPGROUP, NamedBarrier
 from fa_common.tiles import as_operand_a, round_to_operand_a
 
+STEP = 16  # columns of A, and rows of B, that one WGMMA multiplies
 ROWS = 64  # of one WGMMA: the queries of one consumer warpgroup
 
 
@@ -17,7 +19,10 @@ class Products:
     """The instructions, their operands and their accumulators: this thread's shares."""
 
     mma_qk: cute.TiledMma
+    mma_rqk: cute.TiledMma  # with Q from registers
     mma_pv: cute.TiledMma
+    sQ: cute.Tensor  # (64, width)
+    rQ: cute.Tensor | None  # (MMA, MMA_M, q_register_steps) 16-bit: this thread's share of Q's first columns
     tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
     tSrK: cute.Tensor  # (MMA, MMA_N, MMA_K, stages) descriptors
     tOrV: cute.Tensor  # (MMA, MMA_N, MMA_K, stages) descriptors
@@ -31,18 +36,30 @@ class Products:
     warpgroup: Int32
 
     @staticmethod
-    def of(mmas: tuple, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP, warpgroup_index: Int32) -> "Products":
+    def of(mmas: tuple, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP, warpgroup_index: Int32, config: Config):
         """sK (tile_n, width, stages), sV (width, tile_n, stages); of sQ and sP this warpgroup's 64 rows."""
-        mma_qk, mma_pv = mmas
+        mma_qk, mma_rqk, mma_pv = mmas
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         thread_qk, thread_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
         tile_n, width = cute.size(sK, mode=[0]), cute.size(sV, mode=[0])
         acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, width)), Float32)
         acc_O.fill(0.0)
+        rQ = None
+        if config.q_register_steps:
+            if STEP * config.q_register_steps > width:
+                raise ValueError(
+                    f"q_register_steps must be at most {width // STEP}, all of Q's {width} columns; "
+                    f"got {config.q_register_steps}"
+                )
+            shape = mma_rqk.partition_shape_A((ROWS, STEP * config.q_register_steps))
+            rQ = cute.make_rmem_tensor(shape, sQ.element_type)
         return Products(
             mma_qk=mma_qk,
+            mma_rqk=mma_rqk,
             mma_pv=mma_pv,
+            sQ=sQ,
+            rQ=rQ,
             tSrQ=mma_qk.make_fragment_A(thread_qk.partition_A(sQ)),
             tSrK=mma_qk.make_fragment_B(thread_qk.partition_B(sK)),
             tOrV=mma_pv.make_fragment_B(thread_pv.partition_B(sV)),
@@ -56,22 +73,39 @@ class Products:
             warpgroup=warpgroup_index,
         )
 
+    def load_queries(self) -> None:
+        """Q's first columns from shared memory to registers, if S takes them from there."""
+        if self.rQ is None:
+            return
+        ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.rQ.element_type)
+        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        copy = cute.make_tiled_copy_A(ldmatrix, self.mma_rqk).get_slice(thread)
+        columns = cute.local_tile(self.sQ, (ROWS, STEP * cute.size(self.rQ, mode=[2])), (0, 0))
+        cute.copy(ldmatrix, copy.partition_S(columns), copy.retile(self.rQ))
+
     def issue_scores(self, stage: Int32) -> None:
         """Starts S = Q K^T and commits it as one group; nobody may touch acc_S before the group is waited for."""
-        self.issue(self.mma_qk, self.acc_S, self.tSrQ, self.tSrK[None, None, None, stage], accumulate=False)
+        in_registers = 0 if self.rQ is None else cute.size(self.rQ, mode=[2])
+        steps = [
+            (self.mma_rqk, self.rQ) if k_step < in_registers else (self.mma_qk, self.tSrQ)
+            for k_step in range(cute.size(self.tSrQ, mode=[2]))
+        ]
+        self.issue(steps, self.acc_S, self.tSrK[None, None, None, stage], accumulate=False)
 
     def issue_output(self, stage: Int32) -> None:
         """Starts O += P V and commits it as one group; nobody may touch P or acc_O before the group is waited for."""
         P = self.rP if self.tOsP is None else self.tOsP
-        self.issue(self.mma_pv, self.acc_O, P, self.tOrV[None, None, None, stage], accumulate=True)
+        steps = [(self.mma_pv, P)] * cute.size(P, mode=[2])
+        self.issue(steps, self.acc_O, self.tOrV[None, None, None, stage], accumulate=True)
 
-    def issue(self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
-        # Registers written by ordinary instructions (acc, rP) are visible to the WGMMAs that follow.
+    def issue(self, steps: list, acc: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
+        """One WGMMA for each step: the instruction, and the A operand of all steps."""
+        # Registers written by ordinary instructions (acc, rQ, rP) are visible to the WGMMAs that follow.
         warpgroup.fence()
-        # A fresh atom each time: ACCUMULATE is set on the Python object; of one made outside a loop, the loop's value
-        # would not dominate its later uses.
-        atom = cute.make_mma_atom(mma.op)
-        for k_step in range(cute.size(a, mode=[2])):
+        for k_step, (mma, a) in enumerate(steps):
+            # A fresh atom each time: ACCUMULATE is set on the Python object; of one made outside a loop, the loop's
+            # value would not dominate its later uses.
+            atom = cute.make_mma_atom(mma.op)
             atom.set(warpgroup.Field.ACCUMULATE, accumulate or k_step > 0)
             cute.gemm(atom, acc, a[None, None, k_step], b[None, None, k_step], acc)
         warpgroup.commit_group()

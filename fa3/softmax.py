@@ -14,32 +14,42 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32, const_expr
 
+from fa3.config import Config
 from fa_common.tiles import as_rows_and_columns, quad_max, quad_sum, row_sum_of
 
+NO_KEY = -1e30  # shift of a row that has seen no key: below any score, and finite, since -inf minus -inf is NaN
 RISE = 8.0  # log2 of how far P may outgrow 1; 256 is far from overflow in fp16, and sums of P are fp32
+# Of 2^f on -0.5 <= f <= 0.5, lowest power first: of all of this degree the least largest relative error, 2.6e-6.
+EXP2_COEFFICIENTS = (
+    0.9999992614437784,
+    0.6931218146828062,
+    0.24024744830310973,
+    0.05591786076154043,
+    0.009570101967653413,
+)
+TO_INTEGER = 1.5 * 2.0**23  # added to a small number it leaves no bits behind the point: rounds to an integer
+MANTISSA_BITS = 23
+EXP2_LOWEST = -126.0  # its exponent is the least of a normal fp32
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
     """The running statistics of this thread's rows, (rows,) fp32 each."""
 
-    row_max: cute.Tensor  # of the raw scores Q K^T; up to RISE behind, if lazy
+    shift: cute.Tensor  # row_max in base 2, what scores are lowered by; up to RISE behind, if lazy
     row_sum: cute.Tensor  # this thread's columns only, until `finish`
-    shift: cute.Tensor  # row_max in base 2, what scores are lowered by; 0 for a row that has seen no key
-    limit: cute.Tensor  # the largest raw score that row_max still serves
     scale_log2: Float32  # softmax_scale * log2(e)
     lazy: bool  # else every block takes the new maximum and rescales
+    polynomial: bool  # a quarter of the exponentials on the FMA pipe
 
     @staticmethod
-    def start(num_rows: int, scale_log2: Float32, lazy: bool) -> "OnlineSoftmax":
-        row_max, row_sum, shift, limit = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(4))
-        row_max.fill(-Float32.inf)
+    def start(num_rows: int, scale_log2: Float32, config: Config) -> "OnlineSoftmax":
+        shift, row_sum = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(2))
+        shift.fill(NO_KEY)
         row_sum.fill(0.0)
-        shift.fill(0.0)
-        limit.fill(-Float32.inf)
-        return OnlineSoftmax(row_max, row_sum, shift, limit, scale_log2, lazy)
+        return OnlineSoftmax(shift, row_sum, scale_log2, config.lazy_rescale, config.polynomial_exp)
 
     @cute.jit
     def step(self, acc_S: cute.Tensor) -> tuple[cute.Tensor, Boolean]:
@@ -51,21 +61,28 @@ class OnlineSoftmax:
         num_rows = cute.size(S, mode=[0])
         thread_max = [S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0) for r in range(num_rows)]
         rises = self.any_row_rises(thread_max)
-        rescale = cute.make_rmem_tensor_like(self.row_max)
+        rescale = cute.make_rmem_tensor_like(self.shift)
         rescale.fill(1.0)
         if rises:
             for r in cutlass.range_constexpr(num_rows):
-                row_max = cute.arch.fmax(self.row_max[r], quad_max(thread_max[r]))
-                # A row that has seen no key yet: -inf minus -inf would be NaN.
-                shift = Float32(0.0) if row_max == -Float32.inf else row_max * self.scale_log2
-                rescale[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - shift, fastmath=True)
+                shift = cute.arch.fmax(self.shift[r], quad_max(thread_max[r]) * self.scale_log2)
+                rescale[r] = cute.math.exp2(self.shift[r] - shift, fastmath=True)
                 self.row_sum[r] = self.row_sum[r] * rescale[r]
-                self.row_max[r], self.shift[r] = row_max, shift
-                self.limit[r] = row_max + self.headroom()
+                self.shift[r] = shift
         for r in cutlass.range_constexpr(num_rows):
-            S[r, None].store(cute.math.exp2(S[r, None].load() * self.scale_log2 - self.shift[r], fastmath=True))
+            self.exponentiate(S, r)
             self.row_sum[r] = self.row_sum[r] + row_sum_of(S, r)
         return rescale, rises
+
+    @cute.jit
+    def exponentiate(self, S: cute.Tensor, r: cutlass.Constexpr):
+        """S = 2^(scale_log2 * S - shift) in row r, every fourth column on the FMA pipe if `polynomial`."""
+        if const_expr(not self.polynomial):
+            S[r, None].store(cute.math.exp2(S[r, None].load() * self.scale_log2 - self.shift[r], fastmath=True))
+        else:
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                x = S[r, c] * self.scale_log2 - self.shift[r]
+                S[r, c] = polynomial_exp2(x) if const_expr(c % 4 == 3) else cute.math.exp2(x, fastmath=True)
 
     def any_row_rises(self, thread_max: list) -> Boolean:
         """Whether the maximum of some row of this warp no longer serves its new scores.
@@ -76,18 +93,14 @@ class OnlineSoftmax:
             return self.scale_log2 > 0.0  # always, but the compiler must not know: see Forward.block_overlapped
         rises = Boolean(False)
         for r, score in enumerate(thread_max):
-            rises = rises | (score > self.limit[r])
+            rises = rises | (score * self.scale_log2 > self.shift[r] + RISE)
         return cute.arch.vote_any_sync(rises)
-
-    def headroom(self) -> Float32:
-        """How far raw scores may exceed row_max."""
-        return RISE * cute.arch.rcp_approx(self.scale_log2)
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor) -> cute.Tensor:
         """Divides O by the row sums, in place; returns LSE, (rows,): natural log, -inf for a row without a key."""
         O = as_rows_and_columns(acc_O)
-        lse = cute.make_rmem_tensor_like(self.row_max)
+        lse = cute.make_rmem_tensor_like(self.shift)
         for r in cutlass.range_constexpr(cute.size(O, mode=[0])):
             row_sum = quad_sum(self.row_sum[r])
             no_key = row_sum == 0.0
@@ -95,8 +108,22 @@ class OnlineSoftmax:
             if no_key:
                 O[r, None].fill(0.0)  # whatever V held: 0 * NaN is NaN
             log2_sum = cute.math.log2(row_sum, fastmath=True)
-            lse[r] = -Float32.inf if no_key else (self.row_max[r] * self.scale_log2 + log2_sum) * math.log(2.0)
+            lse[r] = -Float32.inf if no_key else (self.shift[r] + log2_sum) * math.log(2.0)
         return lse
+
+
+@cute.jit
+def polynomial_exp2(x: Float32) -> Float32:
+    """2^x on the FMA pipe, for x up to 127; 0 below EXP2_LOWEST."""
+    shifted = x + TO_INTEGER
+    fraction = x - (shifted - TO_INTEGER)
+    *lower, power = EXP2_COEFFICIENTS
+    power = Float32(power)
+    for coefficient in reversed(lower):
+        power = power * fraction + coefficient
+    # The last bits of `shifted` are the integer: added to the exponent of 2^fraction.
+    power = (power.bitcast(Int32) + (shifted.bitcast(Int32) << MANTISSA_BITS)).bitcast(Float32)
+    return Float32(0.0) if x < EXP2_LOWEST else power
 
 
 @cute.jit

@@ -82,6 +82,12 @@ def test_there_is_a_stage_to_load_into(stages):
         Config(stages=stages)
 
 
+@pytest.mark.parametrize("steps", [-1, 3, 5, 32])
+def test_queries_in_registers_are_whole_steps(steps):
+    with pytest.raises(ValueError, match=rf"q_register_steps must be 0, 1, 2, 4, 8 or 16 .* got {steps}$"):
+        Config(q_register_steps=steps)
+
+
 def test_schedulers_have_names():
     with pytest.raises(ValueError, match="scheduler must be one of static, dynamic; got 'fastest'"):
         Config(scheduler="fastest")

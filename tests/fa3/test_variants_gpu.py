@@ -115,6 +115,15 @@ def test_tiles(head_dim, tile_m, tile_n):
     hold(shapes_for(config), head_dim, config)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "tile_m", "tile_n", "steps"),
+    [(40, 256, 64, 1), (64, 192, 96, 4), (96, 192, 96, 2), (128, 192, 80, 2), (128, 128, 128, 8), (256, 128, 64, 4)],
+)
+def test_queries_in_registers(head_dim, tile_m, tile_n, steps):
+    config = Config(tile_m=tile_m, tile_n=tile_n, q_register_steps=steps, epilogue_overlap=head_dim < 256)
+    hold(shapes_for(config), head_dim, config, causal=True)
+
+
 SCHEDULES = {
     "static": BASES[128],
     "static, in order": replace(BASES[128], lpt_order=False),
