@@ -33,6 +33,7 @@ BYTES_PER_US = 4.2e6  # of all SMs together
 SM_BYTES_PER_US = 60e3  # of one SM that has HBM to itself: twice its part of the whole
 TILE_US = 1.5  # until a tile's first block has come, and its O has gone
 MERGE_US = 2.0  # one kernel more
+WORTHWHILE = 0.98  # of the time without splits, or less
 
 # given q, k_cache, v_cache, cache_seqlens, out, lse
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
@@ -225,12 +226,14 @@ def decode_config(problem: Problem) -> Config:
 
 
 def choose_splits(problem: Problem, config: Config, num_sms: int) -> int:
-    """How many CTAs share the keys of a tile: of those that take the least time the fewest.
+    """How many CTAs share the keys of a tile: the number that takes the least time, if that is worth a second kernel.
 
     By the cache's capacity: the lengths in use only the GPU knows. Splits that find no key are over at once.
     """
     most = max(1, min(MAX_SPLITS, _num_key_blocks(problem, config)))
-    return min(range(1, most + 1), key=functools.partial(estimated_us, problem, config, num_sms))
+    times = {n: estimated_us(problem, config, num_sms, n) for n in range(1, most + 1)}
+    best = min(times, key=times.get)
+    return best if times[best] <= WORTHWHILE * times[1] else 1
 
 
 def estimated_us(problem: Problem, config: Config, num_sms: int, num_splits: int) -> float:

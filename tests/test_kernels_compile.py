@@ -93,7 +93,8 @@ def expected_instructions(key: KernelKey) -> set[str]:
     # Rows that are no box of a tensor are gathered by cp.async, and stored from registers.
     gathers = key.config.pack_gqa or not key.config.tma
     loads = {"UTMALDG"} if key.config.tma else set()
-    return {"HGMMA", *loads, "LDGSTS" if gathers else "UTMASTG"}
+    queries = {"LDSM"} if key.config.q_register_steps else set()
+    return {"HGMMA", *loads, *queries, "LDGSTS" if gathers else "UTMASTG"}
 
 
 @pytest.mark.slow

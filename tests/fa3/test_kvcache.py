@@ -323,7 +323,7 @@ def test_the_number_of_splits(heads, capacity, batch):
     num_splits = choose_splits(problem, config, 132)
     num_blocks = -(-capacity // config.tile_n)
     assert 1 <= num_splits <= 128
-    assert num_splits == 1 or num_blocks // num_splits >= 2, "a split has at least two blocks"
+    assert num_splits <= num_blocks, "a split has at least one block"
     times = [estimated_us(problem, config, 132, n) for n in (num_splits, 1)]
     assert times[0] <= times[1]
     num_tiles = batch * heads[1]
@@ -331,7 +331,7 @@ def test_the_number_of_splits(heads, capacity, batch):
         assert num_splits == 1, "enough tiles by themselves"
     elif num_tiles < 66 and num_blocks >= 256:
         assert num_splits > 1
-        assert num_tiles * num_splits >= 0.8 * 132, "hardly an SM stays idle"
+        assert num_tiles * num_splits >= 132 // 2, "enough SMs to use up the bandwidth"
 
 
 def test_a_window_leaves_less_to_split():
