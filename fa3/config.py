@@ -85,26 +85,27 @@ def default_config(problem: Problem) -> Config:
         return few_queries_config(problem)
     # Tiles of unequal length: whoever is done draws the next one.
     scheduler = "dynamic" if problem.causal or problem.varlen or problem.window != (None, None) else "static"
-    is_plain = not (problem.varlen or problem.softcap or problem.window != (None, None))
+    is_bounded = problem.softcap > 0 or problem.window != (None, None)
+    is_plain = not (problem.varlen or is_bounded)
+    # Packed sequences and numbers that bound the scores, both, take more registers than the largest tiles leave.
+    is_crowded = problem.varlen and is_bounded
     schedule = partial(Config, scheduler=scheduler)
     if problem.head_dim <= 64:
-        if not is_plain:
+        if is_crowded:
             return schedule(tile_m=192, tile_n=80, stages=3)
         if problem.causal or problem.seqlen_k <= 4096:
             # Four consumer warpgroups: the more there are, the better they hide each other's latencies.
-            return schedule(tile_m=256, tile_n=64, stages=3, q_register_steps=1)
+            return schedule(tile_m=256, tile_n=64, stages=3, q_register_steps=1 if is_plain else 0)
         # WGMMA reads Q from shared memory for each 64 keys: on long rows wider blocks outweigh the fourth warpgroup.
-        return schedule(tile_m=192, tile_n=128, stages=3, q_register_steps=1)
+        return schedule(tile_m=192, tile_n=128, stages=3, q_register_steps=1 if is_plain else 0)
     if problem.head_dim <= 96:
         return schedule(tile_m=192, tile_n=96 if is_plain else 64, stages=2)
     if problem.head_dim <= 128:
-        if not is_plain:
-            return schedule(tile_m=128, tile_n=128, stages=2)
-        if problem.seqlen_k < 2048:
+        if is_crowded or problem.seqlen_k < 2048:
             # Short rows: few blocks each, of which 192 rows would mask more.
-            return schedule(tile_m=128, tile_n=128, stages=2, q_register_steps=4)
+            return schedule(tile_m=128, tile_n=128, stages=2, q_register_steps=4 if is_plain else 0)
         # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
-        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=2)
+        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=2 if is_plain else 0)
     # Shared memory has no room for O beside Q.
     tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
     return schedule(tile_m=128, tile_n=tile_n, stages=2, epilogue_overlap=False)

@@ -46,7 +46,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa3.epilogue import store_lse, store_rows, store_tile
 from fa3.loads import CpAsyncLoads, RowGather, Shared, TmaLoads, storage_type, tma_atom, with_moving_end
 from fa3.products import ROWS, Products
-from fa3.scheduler import NUM_PLACES, Facts, Tile, Work, grid_size
+from fa3.scheduler import NO_TILE, NUM_PLACES, Facts, Tile, Work, grid_size
 from fa3.softmax import OnlineSoftmax, cap_scores, rescale_rows
 from fa3.sync import (
     PRODUCER_WARP,
@@ -100,7 +100,7 @@ class Forward:
         self.num_consumers = key.config.num_consumer_warpgroups
         self.num_producers = 1 if key.config.warp_specialized else 0  # warpgroups
         self.num_threads = THREADS_PER_WARPGROUP * (self.num_producers + self.num_consumers)
-        self.has_busy_producer = key.sequences == "packed" or not key.config.tma
+        self.has_busy_producer = not key.config.tma
         self.cluster_size = self.facts.cluster_size
         # Rows that no TMA box holds: a warpgroup gathers its own from Q, and stores O from its registers.
         self.gathers_queries = key.config.pack_gqa or not key.config.tma
@@ -239,8 +239,8 @@ class Forward:
         q_phase = Int32(1)  # the empty barriers' phase before their first: to wait for it takes no time
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_PLACES)
-        number, num_tiles = scheduler.first(), scheduler.num_tiles
-        while number < num_tiles:
+        number = scheduler.first()
+        while number != NO_TILE:
             tile = scheduler.tile(number)
             loads = self.loads(work, tile, tma, tensors, shared, pipes)
             blocks = work.all_key_blocks(tile)
@@ -326,8 +326,8 @@ class Forward:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_PLACES)
-        number, num_tiles = scheduler.first(), scheduler.num_tiles
-        while number < num_tiles:
+        number = scheduler.first()
+        while number != NO_TILE:
             tile = scheduler.tile(number)
             loads = None
             if const_expr(not self.config.warp_specialized):

@@ -31,6 +31,7 @@ from fa_common.tiles import KeyBlocks, visible_blocks
 SECTION_BYTES = 24 * 2**20  # of K and V: half of the H200's 50 MB L2, since Q and O pass through it too
 LANES = 32
 NUM_PLACES = 2  # of the ring of tile numbers
+NO_TILE = -1  # the number after the last
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,21 @@ class Scheduler:
         return scheduler
 
     def first(self) -> Int32:
-        return self.position
+        return self.or_none(self.position)
+
+    def or_none(self, number: Int32) -> Int32:
+        """The number, or NO_TILE if there is no such tile. Who is told so need not keep num_tiles: a register less."""
+        return cutlass.select_(number < self.num_tiles, number, Int32(NO_TILE))
 
     def following(self, number: Int32) -> Int32:
         """The static schedule's next number: the same position of the next round, or its mirror image."""
         if not self.facts.config.persistent:
-            return self.num_tiles  # which is none
+            return Int32(NO_TILE)
         if not self.facts.lpt_order:
-            return number + self.num_positions
+            return self.or_none(number + self.num_positions)
         # There and back: position p of round r has the number r * P + p, or r * P + P - 1 - p if r is odd.
         round_number, place = number // self.num_positions, number % self.num_positions
-        return (round_number + 1) * self.num_positions + self.num_positions - 1 - place
+        return self.or_none((round_number + 1) * self.num_positions + self.num_positions - 1 - place)
 
     @cute.jit
     def ask(self, counter: cute.Tensor) -> Int32:
@@ -134,7 +139,8 @@ class Scheduler:
         number = Int32(0)
         if cute.arch.lane_idx() == 0:
             number = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return cute.arch.shuffle_sync(number, 0) + self.num_positions  # the first round was dealt by position
+        # The first round was dealt by position.
+        return self.or_none(cute.arch.shuffle_sync(number, 0) + self.num_positions)
 
     @cute.jit
     def tile(self, number: Int32) -> Tile:

@@ -30,8 +30,8 @@ class NamedBarrier(IntEnum):
 
 
 # (producer, consumer) registers a thread after setmaxnreg, by the number of consumer warpgroups: multiples of 8, at
-# most 256, the consumers as many as the producer's few leave. A busy producer keeps an address for each copy of
-# cp.async, or searches packed sequences for its tile.
+# most 256, the consumers as many as the producer's few leave. A busy producer copies by cp.async, and keeps
+# an address for each copy.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 REGISTERS_BUSY = {1: (56, 256), 2: (56, 224), 3: (56, 152), 4: (64, 104)}
 REGISTER_FILE = 65536
