@@ -9,9 +9,9 @@ CAPABILITIES = Capabilities(
     archs=(90,),
     dtypes=("float16", "bfloat16"),
     head_dims=tuple(range(8, 257, 8)),
-    varlen=False,
-    window=False,
-    softcap=False,
+    varlen=True,
+    window=True,
+    softcap=True,
     backward=False,
 )
 

@@ -19,7 +19,6 @@ shared memory, bytes (16-bit types; width: head_dim, up to whole panels of 64)
 registers a thread (d = 128, 128 x 128, 8 warps): O 64, S 64, P 32
 """
 
-import math
 from dataclasses import dataclass
 
 import cutlass
@@ -33,17 +32,23 @@ from fa2.softmax import OnlineSoftmax
 from fa_common.compile import KernelKey
 from fa_common.tiles import (
     DTYPES,
+    KeyBlocks,
     Operand,
     RowCopy,
+    Sequence,
     as_operand_a,
     as_rows_and_columns,
+    by_rows,
+    cap_scores,
     check_shared_memory,
+    fake_lengths,
     fake_rows,
     fake_sequences,
     mask_scores,
     multiply,
     multiply_registers,
     round_to_operand_a,
+    score_scales,
     store_accumulator,
     tile_layout,
     visible_blocks,
@@ -60,11 +65,9 @@ class Tile:
     m_block: Int32
     head: Int32
     head_kv: Int32
-    batch: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
-    num_blocks: Int32  # visible key blocks, walked from the last to the first
-    num_full: Int32  # the first so many of them need no mask
+    sequence: Sequence
+    blocks: KeyBlocks  # walked from the last to the first
+    bounds: tuple  # (left, right): how many keys before and behind its own position a query sees; None (static): all
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,8 @@ class Forward:
         self.dtype = DTYPES[key.dtype]
         self.head_dim = key.head_dim
         self.width = whole_panels(key.head_dim)  # of a tile: head_dim and, where that ends inside a panel, zeros
-        self.causal = key.causal
-        self.bounds = (None, 0 if key.causal else None)  # keys seen before and behind a query's own; None: all
+        self.causal, self.window, self.softcap = key.causal, key.window, key.softcap
+        self.packed = key.sequences == "packed"
         self.num_threads = THREADS_PER_WARP * key.config.num_warps
 
     @cute.jit
@@ -121,15 +124,20 @@ class Forward:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
         softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        max_seqlen_q: Int32,
         stream,
     ):
-        """Q, K, V, O (batch, seqlen, heads, head_dim), LSE (batch, heads, seqlen_q)."""
+        """Q, K, V, O (batch, seqlen, heads, head_dim), LSE (batch, heads, seqlen_q); packed sequences (total, heads,
+        head_dim) and (heads, total), with cu_seqlens, (batch + 1,)."""
         tile_m, tile_n, dtype = self.config.tile_m, self.config.tile_n, self.dtype
-        # (batch, seqlen, heads, head_dim) -> (seqlen, head_dim, heads, batch).
-        mQ, mK, mV, mO = [
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK, mV, mO)
-        ]
+        batch = cu_seqlens_q.shape[0] - 1 if const_expr(self.packed) else mQ.shape[0]
+        mQ, mK, mV, mO = [by_rows(t) for t in (mQ, mK, mV, mO)]
         # Warps side by side along the queries; two m16n8k16 side by side along the keys: one ldmatrix.x4 feeds both.
         mma = cute.make_tiled_mma(
             warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)),
@@ -148,16 +156,24 @@ class Forward:
         check_shared_memory(Storage.size_in_bytes(), self.config, self.head_dim)
         self.Storage = Storage
 
-        grid = (cute.ceil_div(mQ.shape[0], tile_m), mQ.shape[2], mQ.shape[3])
+        bounds = (window_left, window_right) if const_expr(self.window) else (None, 0 if self.causal else None)
         self.kernel(
             (mQ, mK, mV, mO, mLSE),
+            (cu_seqlens_q, cu_seqlens_k),
             (layout_Q, layout_K),
             mma,
-            softmax_scale * math.log2(math.e),
-        ).launch(grid=grid, block=[self.num_threads, 1, 1], stream=stream)
+            score_scales(softmax_scale, softcap if const_expr(self.softcap) else None),
+            bounds,
+        ).launch(
+            grid=(cute.ceil_div(max_seqlen_q, tile_m), mQ.shape[2], batch),
+            block=[self.num_threads, 1, 1],
+            stream=stream,
+        )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, layouts: tuple, mma: cute.TiledMma, scale_log2: Float32):
+    def kernel(
+        self, tensors: tuple, cu_seqlens: tuple, layouts: tuple, mma: cute.TiledMma, scales: tuple, bounds: tuple
+    ):
         """Sets up shared memory; then all warps load, attend and store together."""
         mQ, mK = tensors[0], tensors[1]
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
@@ -165,28 +181,32 @@ class Forward:
         shared = Shared(
             sQ=storage.sQ.get_tensor(layout_Q), sK=storage.sK.get_tensor(layout_K), sV=storage.sV.get_tensor(layout_K)
         )
-
         block, head, batch = cute.arch.block_idx()
         # Causal tiles low in the matrix see the most keys; they start first, so that the last wave is short.
-        m_block = cute.arch.grid_dim()[0] - 1 - block if const_expr(self.causal) else block
-        seqlen_q, seqlen_k = mQ.shape[0], mK.shape[0]
-        tile_m, tile_n = self.config.tile_m, self.config.tile_n
-        blocks = visible_blocks((m_block * tile_m, tile_m), tile_n, (seqlen_q, seqlen_k), self.bounds)
-        head_kv = head // (mQ.shape[2] // mK.shape[2])
-        tile = Tile(m_block, head, head_kv, batch, seqlen_q, seqlen_k, blocks.end, blocks.full_end)
+        m_block = block if const_expr(not self.causal) else cute.arch.grid_dim()[0] - 1 - block
+        sequence = Sequence.of(mQ, mK, cu_seqlens, batch)
+        # The grid is for the longest of packed sequences: the whole CTA passes over a tile that its own has not.
+        if const_expr(not self.packed) or m_block * self.config.tile_m < sequence.seqlen_q:
+            blocks = self.key_blocks(m_block, sequence, bounds)
+            tile = Tile(m_block, head, head // (mQ.shape[2] // mK.shape[2]), sequence, blocks, bounds)
+            copies = self.load(tile, tensors, shared)
+            products, softmax = self.attend(tile, mma, shared, copies, scales)
+            self.store(tile, tensors, shared, products, softmax)
 
-        copies = self.load(tile, tensors, shared)
-        products, softmax = self.attend(tile, mma, shared, copies, scale_log2)
-        self.store(tile, tensors, shared, products, softmax)
+    @cute.jit
+    def key_blocks(self, m_block: Int32, sequence: Sequence, bounds: tuple) -> KeyBlocks:
+        """The key blocks that a query block visits, and which of them it sees whole."""
+        tile_m, tile_n = self.config.tile_m, self.config.tile_n
+        return visible_blocks((m_block * tile_m, tile_m), tile_n, (sequence.seqlen_q, sequence.seqlen_k), bounds)
 
     @cute.jit
     def load(self, tile: Tile, tensors: tuple, shared: Shared) -> Copies:
         """Starts the copies of Q and of the last visible block of K, rows past the end zeroed; returns the rest."""
-        tile_m, tile_n, width = self.config.tile_m, self.config.tile_n, self.width
+        tile_m, tile_n, width, sequence = self.config.tile_m, self.config.tile_n, self.width, tile.sequence
         mQ, mK, mV, _, _ = tensors
-        gQ = cute.local_tile(mQ[None, None, tile.head, tile.batch], (tile_m, width), (tile.m_block, 0))
-        gK = cute.local_tile(mK[None, None, tile.head_kv, tile.batch], (tile_n, width), (None, 0))
-        gV = cute.local_tile(mV[None, None, tile.head_kv, tile.batch], (tile_n, width), (None, 0))
+        gQ = cute.local_tile(sequence.queries(mQ, tile.head), (tile_m, width), (tile.m_block, 0))
+        gK = cute.local_tile(sequence.keys(mK, tile.head_kv), (tile_n, width), (None, 0))
+        gV = cute.local_tile(sequence.keys(mV, tile.head_kv), (tile_n, width), (None, 0))
         q_copy = RowCopy.of(self.dtype, tile_m, self.head_dim, self.num_threads)
         kv_copy = RowCopy.of(self.dtype, tile_n, self.head_dim, self.num_threads)
         copies = Copies(
@@ -197,24 +217,30 @@ class Forward:
             tVsV=kv_copy.of_shared(shared.sV),
         )
         tQgQ, tQsQ = q_copy.of_global(gQ), q_copy.of_shared(shared.sQ)
-        q_copy.load_rows(tQgQ, tQsQ, tile.seqlen_q - tile.m_block * tile_m)
-        n_block = tile.num_blocks - 1
+        q_copy.load_rows(tQgQ, tQsQ, sequence.seqlen_q - tile.m_block * tile_m)
+        n_block = tile.blocks.end - 1
         tKgK = copies.tKgK[None, None, None, n_block]
-        kv_copy.load_rows(tKgK, copies.tKsK, tile.seqlen_k - n_block * tile_n)
+        kv_copy.load_rows(tKgK, copies.tKsK, sequence.seqlen_k - n_block * tile_n)
         # Q and the last visible block of K are one group; the first `block` waits for it.
         cute.arch.cp_async_commit_group()
         return copies
 
     @cute.jit
-    def attend(self, tile: Tile, mma: cute.TiledMma, shared: Shared, copies: Copies, scale_log2: Float32):
+    def attend(self, tile: Tile, mma: cute.TiledMma, shared: Shared, copies: Copies, scales: tuple):
         """The CTA's queries against every visible key block. Returns O, un-normalised, and its statistics."""
         products = self.products(mma, shared)
-        softmax = OnlineSoftmax.start(cute.size(as_rows_and_columns(products.acc_O), mode=[0]), scale_log2)
-        # From the last key block to the first: the masked blocks, then those every query sees whole.
-        for i in cutlass.range(tile.num_blocks - tile.num_full, unroll=1):
-            self.block(tile.num_blocks - 1 - i, True, tile, products, softmax, copies)
-        for i in cutlass.range(tile.num_full, unroll=1):
-            self.block(tile.num_full - 1 - i, False, tile, products, softmax, copies)
+        num_rows = cute.size(as_rows_and_columns(products.acc_O), mode=[0])
+        softmax = OnlineSoftmax.start(num_rows, *scales)
+        blocks = tile.blocks
+        # From the last key block to the first: masked blocks, those that every query sees whole, and with a window
+        # masked ones again.
+        for i in cutlass.range(blocks.end - blocks.full_end, unroll=1):
+            self.block(blocks.end - 1 - i, True, tile, products, softmax, copies)
+        for i in cutlass.range(blocks.full_end - blocks.full_begin, unroll=1):
+            self.block(blocks.full_end - 1 - i, False, tile, products, softmax, copies)
+        if const_expr(self.window):
+            for i in cutlass.range(blocks.full_begin - blocks.begin, unroll=1):
+                self.block(blocks.full_begin - 1 - i, True, tile, products, softmax, copies)
         return products, softmax
 
     def products(self, mma: cute.TiledMma, shared: Shared) -> Products:
@@ -256,12 +282,11 @@ class Forward:
         # V of n has arrived for every thread, and every warp is done with K of n, whose place K of n - 1 takes.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        if n_block > 0:
+        if n_block > tile.blocks.begin:
             copies.kv.load(copies.tKgK[None, None, None, n_block - 1], copies.tKsK)
         # K of n - 1; the next `block` waits for it.
         cute.arch.cp_async_commit_group()
-        if const_expr(masked):
-            self.mask(n_block, tile, products)
+        self.prepare_scores(n_block, masked, tile, products, softmax)
         softmax.step(products.acc_S, products.acc_O, masked)
         round_to_operand_a(products.acc_S, products.rP)
         multiply_registers(products.mma, products.acc_O, products.rP, products.v)
@@ -271,16 +296,24 @@ class Forward:
         """Starts the copy of V of block n; the masked blocks hold the ragged one, whose missing rows become zeros."""
         tVgV = copies.tVgV[None, None, None, n_block]
         if const_expr(masked):
-            num_rows = tile.seqlen_k - n_block * self.config.tile_n
+            num_rows = tile.sequence.seqlen_k - n_block * self.config.tile_n
             copies.kv.load_rows(tVgV, copies.tVsV, num_rows)
         else:
             copies.kv.load(tVgV, copies.tVsV)
         # V of n; this `block` waits for it when S is done.
         cute.arch.cp_async_commit_group()
 
-    def mask(self, n_block: Int32, tile: Tile, products: Products) -> None:
-        origin = (tile.m_block * self.config.tile_m, n_block * self.config.tile_n)
-        mask_scores(products.acc_S, products.tScS, origin, (tile.seqlen_q, tile.seqlen_k), self.bounds)
+    @cute.jit
+    def prepare_scores(
+        self, n_block: Int32, masked: cutlass.Constexpr, tile: Tile, products: Products, softmax: OnlineSoftmax
+    ):
+        """Softcap and mask: what stands between S = Q K^T and the softmax."""
+        if const_expr(self.softcap):
+            cap_scores(products.acc_S, softmax.scale_tanh)
+        if const_expr(masked):
+            origin = (tile.m_block * self.config.tile_m, n_block * self.config.tile_n)
+            seqlens = (tile.sequence.seqlen_q, tile.sequence.seqlen_k)
+            mask_scores(products.acc_S, products.tScS, origin, seqlens, tile.bounds)
 
     @cute.jit
     def store(self, tile: Tile, tensors: tuple, shared: Shared, products: Products, softmax: OnlineSoftmax):
@@ -288,11 +321,13 @@ class Forward:
         mO, mLSE = tensors[3], tensors[4]
         lse = softmax.finish(products.acc_O)
         cS = as_rows_and_columns(products.tScS)
-        num_rows = tile.seqlen_q - tile.m_block * self.config.tile_m
+        first_row = tile.m_block * self.config.tile_m
+        num_rows = tile.sequence.seqlen_q - first_row
+        gLSE = tile.sequence.statistics(mLSE, tile.head)
         if cS[0, 0][1] == 0:  # one lane of the quad that shares the row
             for r in cutlass.range_constexpr(cute.size(lse)):
                 if cS[r, 0][0] < num_rows:
-                    mLSE[tile.batch, tile.head, tile.m_block * self.config.tile_m + cS[r, 0][0]] = lse[r]
+                    gLSE[first_row + cS[r, 0][0]] = lse[r]
 
         # A warp overwrites only the rows of sQ that it alone read.
         rO = cute.make_rmem_tensor_like(products.acc_O, self.dtype)
@@ -300,23 +335,33 @@ class Forward:
         store_accumulator(rO, products.tScS, shared.sQ, products.q.rows_apart)
         # Every warp's rows of O are in shared memory before threads read rows of other warps.
         cute.arch.sync_threads()
-        gO = cute.local_tile(mO[None, None, tile.head, tile.batch], (self.config.tile_m, self.width), (tile.m_block, 0))
+        gO = tile.sequence.queries(mO, tile.head)
+        gO = cute.local_tile(gO, (self.config.tile_m, self.width), (tile.m_block, 0))
         copy = RowCopy.of(self.dtype, self.config.tile_m, self.head_dim, self.num_threads)
         copy.store_rows(copy.of_shared(shared.sQ), copy.of_global(gO), num_rows)
 
 
 def compile_forward(key: KernelKey, options: str = ""):
-    """Compiles the kernel of `key` for sm_90a; called as (q, k, v, out, lse, softmax_scale)."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
+    """Compiles the kernel of `key` for sm_90a; called as (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, softmax_scale,
+    softcap, window_left, window_right, max_seqlen_q), see Forward.__call__."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, num_bounds = (cute.sym_int() for _ in range(6))
     dtype, head_dim = DTYPES[key.dtype], key.head_dim
+    packed = key.sequences == "packed"
+    batch_and = () if packed else (batch,)
     return cute.compile(
         Forward(key),
-        fake_sequences(dtype, (batch, seqlen_q, heads_q, head_dim)),
-        fake_sequences(dtype, (batch, seqlen_k, heads_kv, head_dim)),
-        fake_sequences(dtype, (batch, seqlen_k, heads_kv, head_dim)),
-        fake_sequences(dtype, (batch, seqlen_q, heads_q, head_dim)),
-        fake_rows((batch, heads_q, seqlen_q)),
+        fake_sequences(dtype, (*batch_and, seqlen_q, heads_q, head_dim)),
+        fake_sequences(dtype, (*batch_and, seqlen_k, heads_kv, head_dim)),
+        fake_sequences(dtype, (*batch_and, seqlen_k, heads_kv, head_dim)),
+        fake_sequences(dtype, (*batch_and, seqlen_q, heads_q, head_dim)),
+        fake_rows((*batch_and, heads_q, seqlen_q)),
+        fake_lengths(num_bounds) if packed else None,
+        fake_lengths(num_bounds) if packed else None,
         Float32(1.0),
+        Float32(0.0),
+        Int32(0),
+        Int32(0),
+        Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi " + options,
     )

@@ -26,11 +26,11 @@ def build_forward(key: KernelKey, options: str = "") -> Any:
 
 
 def bind_forward(kernel: Callable, problem: Problem, config: Config, num_sms: int) -> Launch:
-    """The launch of `kernel`."""
-    softmax_scale = problem.softmax_scale
+    """The launch of `kernel` with the problem's numbers; those that its KernelKey leaves out are ignored."""
+    numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, problem.seqlen_q)
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: None) -> None:
-        kernel(q, k, v, out, lse, softmax_scale)
+    def launch(*tensors: Tensor | None) -> None:
+        kernel(*tensors, *numbers)
 
     return launch
 

@@ -22,17 +22,18 @@ from fa_common.tiles import as_rows_and_columns, quad_max, quad_sum, row_sum_of
 class OnlineSoftmax:
     """The running statistics of this thread's rows."""
 
-    row_max: cute.Tensor  # (rows,) fp32, of the raw scores Q K^T
+    row_max: cute.Tensor  # (rows,) fp32, of the scores before they are scaled
     row_sum: cute.Tensor  # (rows,) fp32, this thread's columns only, until `finish`
-    scale_log2: Float32  # softmax_scale * log2(e)
+    scale_tanh: Float32  # with a softcap: what raw scores are multiplied by before the tanh
+    scale_log2: Float32  # what scores, capped or not, are multiplied by before exp2
 
     @staticmethod
-    def start(num_rows: int, scale_log2: Float32) -> "OnlineSoftmax":
+    def start(num_rows: int, scale_tanh: Float32, scale_log2: Float32) -> "OnlineSoftmax":
         row_max = cute.make_rmem_tensor(num_rows, Float32)
         row_sum = cute.make_rmem_tensor(num_rows, Float32)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return OnlineSoftmax(row_max, row_sum, scale_log2)
+        return OnlineSoftmax(row_max, row_sum, scale_tanh, scale_log2)
 
     @cute.jit
     def step(self, acc_S: cute.Tensor, acc_O: cute.Tensor, masked: cutlass.Constexpr):

@@ -10,6 +10,7 @@ Everything here follows from that one picture:
 Helpers without a decorator are plain Python at trace time; those under `cute.jit` hold loops or dynamic conditions.
 """
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -145,6 +146,23 @@ def mask_scores(
             S[r, c] = -Float32.inf if hidden else S[r, c]
 
 
+@cute.jit
+def cap_scores(acc_S: cute.Tensor, scale: Float32):
+    """S = tanh(scale * S), in place, as 1 - 2 / (1 + exp(2 * scale * S)): tanh.approx is right to 11 bits only, which a
+    softcap of 50 makes an error of 2 % in P."""
+    twice_log2 = scale * (2.0 * math.log2(math.e))
+    for i in cutlass.range_constexpr(cute.size(acc_S)):
+        exponential = cute.math.exp2(acc_S[i] * twice_log2, fastmath=True)
+        acc_S[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exponential)
+
+
+def score_scales(softmax_scale: Float32, softcap: Float32 | None) -> tuple:
+    """What raw scores are multiplied by before the tanh (1 without a softcap), and what goes to the exponential in base
+    2: softcap * tanh(scale * S / softcap) is taken as tanh in place, the factor before it with the exponential."""
+    scale_tanh = Float32(1.0) if softcap is None else softmax_scale / softcap
+    return scale_tanh, (softmax_scale if softcap is None else softcap) * math.log2(math.e)
+
+
 def quad_max(x: Float32) -> Float32:
     return cute.arch.warp_reduction_max(x, threads_in_group=QUAD)
 
@@ -171,6 +189,57 @@ def check_shared_memory(num_bytes: int, config, head_dim: int) -> None:
             f"{config} needs {num_bytes} bytes of shared memory at head_dim {head_dim}, sm_90 has {capacity}: "
             "take smaller tiles or fewer stages"
         )
+
+
+# ---- One sequence of a batch, padded or packed (fa1, fa2)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The queries and keys of one batch entry: where they begin in a packed tensor (0 if not packed), how many."""
+
+    offset_q: Int32
+    seqlen_q: Int32
+    offset_k: Int32
+    seqlen_k: Int32
+    batch: Int32
+
+    @staticmethod
+    def of(mQ: cute.Tensor, mK: cute.Tensor, cu_seqlens: tuple, batch: Int32) -> "Sequence":
+        """mQ and mK are `by_rows`; cu_seqlens is that of the queries and that of the keys, None unless packed."""
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens
+        if cu_seqlens_q is None:
+            return Sequence(Int32(0), mQ.shape[0], Int32(0), mK.shape[0], batch)
+        offset_q, offset_k = cu_seqlens_q[batch], cu_seqlens_k[batch]
+        return Sequence(
+            offset_q, cu_seqlens_q[batch + 1] - offset_q, offset_k, cu_seqlens_k[batch + 1] - offset_k, batch
+        )
+
+    def queries(self, mT: cute.Tensor, head: Int32) -> cute.Tensor:
+        """(rows, head_dim) of this sequence in a tensor that has a row for each query, `by_rows`."""
+        return self.rows(mT, head, self.offset_q)
+
+    def keys(self, mT: cute.Tensor, head: Int32) -> cute.Tensor:
+        """(rows, head_dim) of this sequence in a tensor that has a row for each key, `by_rows`."""
+        return self.rows(mT, head, self.offset_k)
+
+    def rows(self, mT: cute.Tensor, head: Int32, offset: Int32) -> cute.Tensor:
+        if cute.rank(mT) == 4:
+            return mT[None, None, head, self.batch]
+        return cute.domain_offset((offset, 0), mT[None, None, head])
+
+    def statistics(self, mT: cute.Tensor, head: Int32) -> cute.Tensor:
+        """(rows,) of this sequence's queries in LSE and its like, (batch, heads, seqlen_q) or (heads, total_q)."""
+        if cute.rank(mT) == 3:
+            return mT[self.batch, head, None]
+        return cute.domain_offset((self.offset_q,), mT[head, None])
+
+
+def by_rows(mT: cute.Tensor) -> cute.Tensor:
+    """(batch, seqlen, heads, head_dim) as (seqlen, head_dim, heads, batch); packed (total, heads, head_dim) as (total,
+    head_dim, heads)."""
+    modes = [1, 3, 2, 0] if cute.rank(mT) == 4 else [0, 2, 1]
+    return cute.make_tensor(mT.iterator, cute.select(mT.layout, mode=modes))
 
 
 # ---- What kernels are compiled for: every size dynamic but head_dim

@@ -7,8 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from fa3.interface import UNBOUNDED
-from fa_common.problem import Problem
+from fa_common.problem import UNBOUNDED, Problem
 
 VERSIONS = ("fa1", "fa2", "fa3")
 PROBLEM = Problem(batch=2, seqlen_q=1000, seqlen_k=500, heads_q=4, heads_kv=2, head_dim=64)
@@ -46,7 +45,7 @@ def test_the_kernel_gets_the_tensors_in_order(version):
         assert len({x.data_ptr() for x in workspaces}) == len(workspaces)
         assert softmax_scale == 0.5
     elif version == "fa2":
-        assert given[5:] == (0.5,)
+        assert given[5:] == (None, None, 0.5, 0.0, UNBOUNDED, UNBOUNDED, 9)
     else:
         assert given[5:] == (None, None, None, 0.5, 0.0, UNBOUNDED, UNBOUNDED, 132, 1)
 
