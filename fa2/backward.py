@@ -1,0 +1,777 @@
+"""FA2 backward: one CTA per key block, which recomputes S and P from LSE.
+
+changed since fa1
+  - The key blocks are spread over the grid, as the query blocks of the forward are (FA2 3.2). The CTAs of a head meet in
+    dQ: they add to it in fp32, in global memory, by atomics; a last kernel rounds the sum.
+  - delta = rowsum(dO * O) is computed once, beforehand, not once a visit.
+  - Of the statistics P needs one number a row, LSE: P = exp(S - LSE).
+  - Blocks that the mask hides are skipped, and of the others only those on its edge are masked.
+unchanged
+  - S and P are recomputed, the five products, dK and dV in registers; cp.async, ldmatrix, mma.sync.
+
+Three kernels, one after the other:
+    prepare   delta and LSE in base 2 of each query, dQ's accumulator cleared
+    kernel    S^T = K Q^T   P = exp2(S - LSE)   dV += P^T dO   dP^T = V dO^T   dS = P (dP - delta)   dK += dS^T Q   dQ = dS K
+    convert   dQ, scaled, in the type of Q
+
+S and dP are computed transposed, keys along the rows: P^T and dS^T then are A operands of dV and dK. Time to the right:
+
+    cp.async  | K V Q0 dO0 | Q1 dO1                        | Q2 dO2
+    warps     |          A | S0  P0  dP0  dS0 | dV0 dK0 b dQ0 A | S1  P1  ...
+
+A is a barrier of the CTA; b, an mbarrier, waits for the dS of all warps, long since there. `key_warps` warps split the
+keys; if others split the queries beside them, P^T and dS^T meet in shared memory, behind a barrier of those warps alone.
+
+deterministic: dK and dV have one order in any case, one CTA adds up the query heads that share them. For dQ, each key
+block waits for its turn at a query block; turns are those of the key blocks. A CTA draws its key block from a counter
+when it starts, so whatever it waits for has started: no deadlock. It costs one number a query block, and the waiting,
+where a second kernel with queries outer would cost two more products.
+
+shared memory, bytes (16-bit types; width: head_dim, up to whole panels of 64)
+    sK, sV     tile_n * width * 2 each          dK and dV leave through them
+    sQ, sdO    tile_m * width * 2 * 2 each      two stages
+    sdS, sP    tile_m * tile_n * 2 each         sP only if warps split the queries
+    statistics tile_m * 8 * 2
+registers a thread (d = 128, 64 x 128, 8 warps): dK, dV 128, S 32, dP 32, P 16; dQ 32 where S was
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+from fa_common.compile import KernelKey
+from fa_common.tiles import (
+    DTYPES,
+    QUAD,
+    RowCopy,
+    Sequence,
+    as_rows_and_columns,
+    by_rows,
+    cap_scores,
+    check_shared_memory,
+    fake_lengths,
+    fake_rows,
+    fake_sequences,
+    multiply,
+    multiply_registers,
+    score_scales,
+    shared_pointer,
+    tile_layout,
+    whole_panels,
+)
+from fa_common.warp_tiles import (
+    LaneRow,
+    Share,
+    WarpOperand,
+    add_four,
+    four_floats,
+    operand_registers,
+    round_to_squares,
+    store_squares,
+    warp_mma,
+)
+
+THREADS_PER_WARP = 32
+STAGES = 2  # of Q and dO: those of the next block travel under the products of this one
+PREPARE_THREADS = 256
+FIRST_KEY_BARRIER = 1  # named barriers of the warps that share keys, one for each such group
+
+
+@dataclass(frozen=True)
+class Work:
+    """Which keys this CTA has, and which query blocks see them."""
+
+    n_block: Int32
+    head_kv: Int32
+    group: Int32  # query heads that share them
+    sequence: Sequence
+    first_tile: Int32  # of the sequence's tiles of queries in scratch memory
+    begin: Int32  # query blocks [begin, end) see some of the keys
+    end: Int32
+    bounds: tuple  # keys seen before and behind a query's own position; None: all
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared-memory tensors; of sQ, sdO and statistics the first stage."""
+
+    sQ: cute.Tensor  # (tile_m, width)
+    sdO: cute.Tensor  # (tile_m, width)
+    sK: cute.Tensor  # (tile_n, width)
+    sV: cute.Tensor  # (tile_n, width)
+    sdS: cute.Tensor  # (tile_m, tile_n)
+    sP: cute.Tensor | None  # (tile_m, tile_n)
+    statistics: cute.Tensor  # LSE in base 2 of tile_m queries, then their delta
+    dS_complete: cute.Pointer  # mbarrier; each warp arrives when its part of dS is written
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What this warp has of each mode."""
+
+    keys: Share  # of S^T, dP^T, dV, dK
+    queries: Share  # of S^T, dP^T
+    columns: Share  # of dV, dK
+    dq_queries: Share
+    dq_columns: Share
+
+
+@dataclass(frozen=True)
+class Products:
+    """This warp's five products: operands and accumulators, (MMA, MMA_M, MMA_N) fp32."""
+
+    mma: cute.TiledMma
+    shares: Shares
+    k: WarpOperand  # S^T = K Q^T
+    q: WarpOperand
+    v: WarpOperand  # dP^T = V dO^T
+    do: WarpOperand
+    p_t: WarpOperand | None  # dV = P^T dO, P^T from shared memory if warps split the queries
+    do_t: WarpOperand
+    ds_t: WarpOperand | None  # dK = dS^T Q
+    q_t: WarpOperand
+    ds: WarpOperand  # dQ = dS K
+    k_t: WarpOperand
+    P_squares: LaneRow | None  # where this warp writes P and dS
+    dS_squares: LaneRow
+    acc_dV: cute.Tensor
+    acc_dK: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What scores are multiplied by."""
+
+    softmax_scale: Float32
+    scale_tanh: Float32  # raw scores to the tanh, with a softcap
+    scale_log2: Float32  # scores, or the tanh, to the exponential
+
+
+class Backward:
+    """The kernels for one KernelKey."""
+
+    def __init__(self, key: KernelKey):
+        self.config = key.config
+        self.dtype = DTYPES[key.dtype]
+        self.head_dim = key.head_dim
+        self.width = whole_panels(key.head_dim)  # of a tile: head_dim and, where that ends inside a panel, zeros
+        self.causal, self.window, self.softcap = key.causal, key.window, key.softcap
+        self.deterministic = key.deterministic
+        self.num_threads = THREADS_PER_WARP * key.config.num_warps
+        self.packed = key.sequences == "packed"
+        self.stage_bytes = key.config.tile_m * self.width * 2
+        self.splits_queries = key.config.num_warps > key.config.key_warps
+
+    @cute.jit
+    def __call__(
+        self,
+        mdO: cute.Tensor,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        statistics: cute.Tensor,
+        dq_accum: cute.Tensor,
+        turns: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        max_seqlen_q: Int32,
+        max_seqlen_k: Int32,
+        has_dlse: Int32,
+        stream,
+    ):
+        """Q, K, V, O and their gradients (batch, seqlen, heads, head_dim), LSE and its gradient (batch, heads,
+        seqlen_q), or packed; has_dlse says whether mdLSE counts. Scratch, by query head and tile of queries: statistics
+        2 * tile_m, dq_accum tile_m * width, turns 1, behind the counter of CTAs."""
+        tile_m, tile_n = self.config.tile_m, self.config.tile_n
+        mdO, mQ, mK, mV, mO, mdQ, mdK, mdV = [by_rows(t) for t in (mdO, mQ, mK, mV, mO, mdQ, mdK, mdV)]
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+        batch = mQ.shape[3] if const_expr(cu_seqlens_q is None) else cu_seqlens_q.shape[0] - 1
+        mma = warp_mma(self.dtype)
+        self.Storage = self.storage_type()
+        check_shared_memory(self.Storage.size_in_bytes(), self.config, self.head_dim)
+        scale_tanh, scale_log2 = score_scales(softmax_scale, softcap if const_expr(self.softcap) else None)
+
+        grid = (cute.ceil_div(max_seqlen_q, tile_m), mQ.shape[2], batch)
+        self.prepare((mdO, mO, mLSE, mdLSE), (statistics, dq_accum), (mQ, mK, cu_seqlens), has_dlse).launch(
+            grid=grid, block=[PREPARE_THREADS, 1, 1], stream=stream
+        )
+        self.kernel(
+            (mdO, mQ, mK, mV, mdK, mdV, statistics),
+            (statistics, dq_accum, turns),
+            cu_seqlens,
+            mma,
+            (softmax_scale, scale_tanh, scale_log2, window_left, window_right),
+        ).launch(
+            grid=(cute.ceil_div(max_seqlen_k, tile_n), mK.shape[2], batch),
+            block=[self.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+        self.convert(mdQ, dq_accum, (mQ, mK, cu_seqlens), mma, softmax_scale).launch(
+            grid=grid, block=[self.num_threads, 1, 1], stream=stream
+        )
+
+    def storage_type(self):
+        """Shared memory of the main kernel."""
+        tile_m, tile_n, width, dtype = self.config.tile_m, self.config.tile_n, self.width, self.dtype
+        sizes = {"sQ": STAGES * tile_m * width, "sdO": STAGES * tile_m * width, "sK": tile_n * width}
+        sizes |= {"sV": tile_n * width, "sdS": tile_m * tile_n, "sP": tile_m * tile_n if self.splits_queries else 0}
+
+        @cute.struct
+        class Storage:
+            sQ: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sQ"]], 1024]
+            sdO: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sdO"]], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sK"]], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sV"]], 1024]
+            sdS: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sdS"]], 1024]
+            sP: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sP"]], 1024]
+            statistics: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * 2 * tile_m], 128]
+            dS_complete: cute.struct.MemRange[cutlass.Int64, 1]
+
+        return Storage
+
+    @cute.kernel
+    def prepare(self, tensors: tuple, scratch: tuple, sequences: tuple, has_dlse: Int32):
+        """delta - dLSE and LSE in base 2 of tile_m queries, zeros in their part of dQ's accumulator.
+
+        A row that does not exist or sees no key gets LSE = inf: its P is exp2(S - inf) = 0, whatever S is.
+        """
+        mdO, mO, mLSE, mdLSE = tensors
+        statistics, dq_accum = scratch
+        m_block, head, batch = cute.arch.block_idx()
+        sequence = Sequence.of(*sequences, batch)
+        tile_m = self.config.tile_m
+        num_rows = sequence.seqlen_q - m_block * tile_m
+        if num_rows > 0:
+            tile = self.first_tile(sequence) + m_block
+            copy = RowCopy.of(self.dtype, tile_m, self.head_dim, PREPARE_THREADS)
+            shape = (tile_m, self.width)
+            tOgO, tOgdO = [
+                copy.of_global(cute.local_tile(sequence.queries(t, head), shape, (m_block, 0))) for t in (mO, mdO)
+            ]
+            rO, rdO = cute.make_rmem_tensor_like(tOgO, self.dtype), cute.make_rmem_tensor_like(tOgO, self.dtype)
+            rO.fill(0)
+            rdO.fill(0)
+            for i in cutlass.range_constexpr(cute.size(rO, mode=[1])):
+                for panel in cutlass.range_constexpr(cute.size(rO, mode=[2])):
+                    if copy.exists(i, panel, num_rows):
+                        cute.copy(copy.synchronous, tOgO[None, i, panel], rO[None, i, panel])
+                        cute.copy(copy.synchronous, tOgdO[None, i, panel], rdO[None, i, panel])
+            lse, dlse = sequence.statistics(mLSE, head), sequence.statistics(mdLSE, head)
+            for i in cutlass.range_constexpr(cute.size(rO, mode=[1])):
+                row, column = copy.pieces[0, i, 0]
+                products = rO[None, i, None].load().to(Float32) * rdO[None, i, None].load().to(Float32)
+                total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                delta = cute.arch.warp_reduction_sum(total, threads_in_group=8)  # eight threads share a row
+                if column == 0:
+                    lse_log2 = Float32.inf
+                    delta_row = Float32(0.0)
+                    if row < num_rows:
+                        row_lse = lse[m_block * tile_m + row]
+                        if row_lse != -Float32.inf:
+                            lse_log2 = row_lse * math.log2(math.e)
+                            delta_row = delta
+                            if has_dlse != 0:
+                                delta_row = delta - dlse[m_block * tile_m + row]
+                    statistics[head, tile, row] = lse_log2
+                    statistics[head, tile, tile_m + row] = delta_row
+            accum = dq_accum[head, tile, None]
+            zeros = cute.make_rmem_tensor((4,), Float32)
+            zeros.fill(0.0)
+            for i in cutlass.range_constexpr(tile_m * self.width // (4 * PREPARE_THREADS)):
+                place = (i * PREPARE_THREADS + cute.arch.thread_idx()[0]) * 4
+                cute.autovec_copy(zeros, four_floats(accum.iterator + place))
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, scratch: tuple, cu_seqlens: tuple, mma: cute.TiledMma, numbers: tuple):
+        """Sets up shared memory; then all warps load, attend and store together."""
+        mQ, mK = tensors[1], tensors[2]
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        shared = self.shared(storage)
+        n_block, head_kv, batch = self.place(scratch[2], shared)
+        sequence = Sequence.of(mQ, mK, cu_seqlens, batch)
+        softmax_scale, scale_tanh, scale_log2, left, right = numbers
+        bounds = (left, right) if const_expr(self.window) else (None, 0 if const_expr(self.causal) else None)
+        if n_block * self.config.tile_n < sequence.seqlen_k:
+            begin, end = self.visible_queries(n_block, sequence, bounds)
+            group = mQ.shape[2] // mK.shape[2]
+            work = Work(n_block, head_kv, group, sequence, self.first_tile(sequence), begin, end, bounds)
+            self.load(work, tensors, shared)
+            scales = Scales(softmax_scale, scale_tanh, scale_log2)
+            products = self.attend(work, tensors, scratch, shared, mma, scales)
+            self.store(work, tensors, shared, products, softmax_scale)
+
+    def shared(self, storage) -> Shared:
+        """The tensors in shared memory, and the mbarrier ready for use behind the next barrier of the CTA."""
+        layout_Q = tile_layout(self.config.tile_m, self.width)
+        layout_K = tile_layout(self.config.tile_n, self.width)
+        layout_S = tile_layout(self.config.tile_m, self.config.tile_n)
+        dS_complete = storage.dS_complete.data_ptr()
+        self.start_barrier(dS_complete)
+        return Shared(
+            sQ=storage.sQ.get_tensor(layout_Q),
+            sdO=storage.sdO.get_tensor(layout_Q),
+            sK=storage.sK.get_tensor(layout_K),
+            sV=storage.sV.get_tensor(layout_K),
+            sdS=storage.sdS.get_tensor(layout_S),
+            sP=storage.sP.get_tensor(layout_S) if self.splits_queries else None,
+            statistics=storage.statistics.get_tensor(cute.make_layout((2 * self.config.tile_m,))),
+            dS_complete=dS_complete,
+        )
+
+    @cute.jit
+    def start_barrier(self, dS_complete: cute.Pointer):
+        if cute.arch.thread_idx()[0] == 0:
+            cute.arch.mbarrier_init(dS_complete, self.config.num_warps)
+        # Its first user comes behind the barrier at the top of `block`.
+        cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def place(self, turns: cute.Tensor | None, shared: Shared) -> tuple:
+        """(key block, head of K and V, batch entry) of this CTA."""
+        n_block, head_kv, batch = cute.arch.block_idx()
+        if const_expr(self.deterministic):
+            # CTAs that others wait for must have started: numbers are drawn in the order of starting.
+            number = cute.make_tensor(
+                cute.recast_ptr(shared.statistics.iterator, dtype=Int32), cute.make_layout((1,))
+            )
+            if cute.arch.thread_idx()[0] == 0:
+                number[0] = cute.arch.atomic_add(turns.iterator, Int32(1), sem="relaxed", scope="gpu")
+            # Thread 0 has written the number before all threads read it.
+            cute.arch.sync_threads()
+            drawn = number[0]
+            # All threads have read the number before statistics overwrite it.
+            cute.arch.sync_threads()
+            num_n_blocks, num_heads, _ = cute.arch.grid_dim()
+            n_block = drawn % num_n_blocks
+            head_kv = drawn // num_n_blocks % num_heads
+            batch = drawn // num_n_blocks // num_heads
+        return n_block, head_kv, batch
+
+    def first_tile(self, sequence: Sequence) -> Int32:
+        """Where the sequence's tiles of queries begin in scratch memory: `num_query_tiles` says why there."""
+        tile_m = self.config.tile_m
+        if self.packed:
+            return (sequence.offset_q + sequence.batch * tile_m) // tile_m
+        return sequence.batch * cute.ceil_div(sequence.seqlen_q, tile_m)
+
+    def visible_queries(self, n_block: Int32, sequence: Sequence, bounds: tuple) -> tuple:
+        """The query blocks [begin, end) that see some key of a block; positions are aligned bottom-right."""
+        (left, right), tile_m, tile_n = bounds, self.config.tile_m, self.config.tile_n
+        ahead = sequence.seqlen_k - sequence.seqlen_q  # query i faces key i + ahead
+        first, last = n_block * tile_n, cutlass.min((n_block + 1) * tile_n, sequence.seqlen_k) - 1
+        begin, end = Int32(0), sequence.seqlen_q
+        if const_expr(right is not None):
+            begin = cutlass.max(first - ahead - right, 0) // tile_m
+        if const_expr(left is not None):
+            end = cutlass.min(end, cutlass.max(last - ahead + left + 1, 0))
+        return begin, cutlass.max(cute.ceil_div(end, tile_m), begin)
+
+    @cute.jit
+    def load(self, work: Work, tensors: tuple, shared: Shared):
+        """Starts the copies of K and V, rows past the end zeroed, and of the first block of Q and dO."""
+        mK, mV = tensors[2], tensors[3]
+        tile_n = self.config.tile_n
+        copy = RowCopy.of(self.dtype, tile_n, self.head_dim, self.num_threads)
+        num_rows = work.sequence.seqlen_k - work.n_block * tile_n
+        for m, s in ((mK, shared.sK), (mV, shared.sV)):
+            g = cute.local_tile(work.sequence.keys(m, work.head_kv), (tile_n, self.width), (work.n_block, 0))
+            copy.load_rows(copy.of_global(g), copy.of_shared(s), num_rows)
+        if work.end > work.begin:
+            self.load_queries((self.first_block(work), Int32(0), Int32(0)), work, tensors, shared)
+        # K, V and the first block of Q and dO are one group; the first `block` waits for it.
+        cute.arch.cp_async_commit_group()
+
+    def first_block(self, work: Work) -> Int32:
+        """Where the walk over the query blocks begins: each key block elsewhere, lest all add to one part of dQ."""
+        if self.deterministic or not self.config.stagger:
+            return work.begin
+        return work.begin + work.n_block % cutlass.max(work.end - work.begin, 1)
+
+    @cute.jit
+    def load_queries(self, place: tuple, work: Work, tensors: tuple, shared: Shared):
+        """Starts the copies of a block of Q, dO and its statistics; place is (query block, head of the group, stage)."""
+        mdO, mQ, statistics = tensors[0], tensors[1], tensors[6]
+        m_block, head_of_group, stage = place
+        tile_m, head = self.config.tile_m, work.head_kv * work.group + head_of_group
+        copy = RowCopy.of(self.dtype, tile_m, self.head_dim, self.num_threads)
+        num_rows = work.sequence.seqlen_q - m_block * tile_m
+        for m, s in ((mQ, shared.sQ), (mdO, shared.sdO)):
+            g = cute.local_tile(work.sequence.queries(m, head), (tile_m, self.width), (m_block, 0))
+            tgg, tss = copy.of_global(g), copy.of_shared(s)
+            address = tss.iterator.toint() + stage * self.stage_bytes
+            tss = cute.make_tensor(shared_pointer(self.dtype, address, align=16), tss.layout)
+            if num_rows >= tile_m:
+                copy.load(tgg, tss)
+            else:
+                copy.load_rows(tgg, tss, num_rows)
+        thread = cute.arch.thread_idx()[0]
+        if thread < 2 * tile_m // 4:
+            source = four_floats(statistics[head, work.first_tile + m_block, None].iterator + thread * 4)
+            address = shared.statistics.iterator.toint() + (stage * 2 * tile_m + thread * 4) * 4
+            target = cute.make_tensor(shared_pointer(Float32, address, align=16), cute.make_layout((4,)))
+            atom = cute.make_copy_atom(
+                cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
+            )
+            cute.copy(atom, source, target)
+
+    @cute.jit
+    def attend(self, work: Work, tensors: tuple, scratch: tuple, shared: Shared, mma: cute.TiledMma, scales: Scales):
+        """The CTA's keys against every query block that sees them, of each head of the group. Returns dK and dV."""
+        products = self.products(mma, shared)
+        m_block, head_of_group, first = self.first_block(work), Int32(0), self.first_block(work)
+        num_blocks = (work.end - work.begin) * work.group
+        for i in cutlass.range(num_blocks, unroll=1):
+            m_next = m_block + 1
+            if m_next == work.end:
+                m_next = work.begin
+            head_next = head_of_group + 1 if m_next == first else head_of_group
+            stage = i % STAGES
+            # Q, dO and statistics of this block have arrived for every thread; every warp is done with the block
+            # before it, whose stage, P and dS are written next.
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            if i + 1 < num_blocks:
+                self.load_queries((m_next, head_next, 1 - stage), work, tensors, shared)
+            # The next block of Q and dO; its turn of this loop waits for it.
+            cute.arch.cp_async_commit_group()
+            self.block((m_block, head_of_group, stage), i % 2, work, scratch, shared, products, scales)
+            m_block, head_of_group = m_next, head_next
+        return products
+
+    def products(self, mma: cute.TiledMma, shared: Shared) -> Products:
+        """This warp's operands and accumulators."""
+        config, width = self.config, self.width
+        shares = self.shares()
+        acc_dV, acc_dK = [
+            cute.make_rmem_tensor(mma.partition_shape_C((shares.keys.size, shares.columns.size)), Float32)
+            for _ in range(2)
+        ]
+        acc_dV.fill(0.0)
+        acc_dK.fill(0.0)
+        p_t, ds_t, P_squares = None, None, None
+        first_square = (shares.queries.first, shares.keys.first)  # of P and dS, which are stored with queries as rows
+        if self.splits_queries:
+            p_t = WarpOperand.a(mma, shared.sP, shares.keys, transpose=True)
+            ds_t = WarpOperand.a(mma, shared.sdS, shares.keys, transpose=True)
+            P_squares = LaneRow.of(shared.sP, first_square, by_rows=False)
+        return Products(
+            mma=mma,
+            shares=shares,
+            k=WarpOperand.a(mma, shared.sK, shares.keys),
+            q=WarpOperand.b(mma, shared.sQ, shares.queries),
+            v=WarpOperand.a(mma, shared.sV, shares.keys),
+            do=WarpOperand.b(mma, shared.sdO, shares.queries),
+            p_t=p_t,
+            do_t=WarpOperand.b(mma, shared.sdO, shares.columns, transpose=True),
+            ds_t=ds_t,
+            q_t=WarpOperand.b(mma, shared.sQ, shares.columns, transpose=True),
+            ds=WarpOperand.a(mma, shared.sdS, shares.dq_queries),
+            k_t=WarpOperand.b(mma, shared.sK, shares.dq_columns, transpose=True),
+            P_squares=P_squares,
+            dS_squares=LaneRow.of(shared.sdS, first_square, by_rows=False),
+            acc_dV=acc_dV,
+            acc_dK=acc_dK,
+        )
+
+    def shares(self) -> Shares:
+        """Of warp w: keys by w mod key_warps, queries of S^T and columns of dK and dV by the rest; likewise for dQ."""
+        config = self.config
+        index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        others, dq_others = config.num_warps // config.key_warps, config.num_warps // config.query_warps
+        return Shares(
+            keys=Share.run(config.tile_n, index % config.key_warps, config.key_warps),
+            queries=Share.run(config.tile_m, index // config.key_warps, others),
+            columns=Share.of_each_panel(self.width, index // config.key_warps, others),
+            dq_queries=Share.run(config.tile_m, index % config.query_warps, config.query_warps),
+            dq_columns=Share.of_each_panel(self.width, index // config.query_warps, dq_others),
+        )
+
+    @cute.jit
+    def block(
+        self,
+        place: tuple,
+        phase: Int32,
+        work: Work,
+        scratch: tuple,
+        shared: Shared,
+        products: Products,
+        scales: Scales,
+    ):
+        """The five products of one query block."""
+        m_block, _, stage = place
+        mma, shares, moved = products.mma, products.shares, stage * self.stage_bytes
+        lse, delta = self.statistics(stage, shares.queries, shared)
+        acc_S, acc_dP = [
+            cute.make_rmem_tensor(mma.partition_shape_C((shares.keys.size, shares.queries.size)), Float32)
+            for _ in range(2)
+        ]
+        rP, rdS = operand_registers(acc_S, self.dtype), operand_registers(acc_dP, self.dtype)
+        acc_S.fill(0.0)
+        multiply(mma, acc_S, products.k, products.q.shifted(moved))
+        self.probabilities(acc_S, rP, lse, m_block, (work, shares), scales)
+        if const_expr(self.splits_queries):
+            store_squares(rP, products.P_squares, (shares.keys, shares.queries), transpose=True)
+        # dP starts at -delta, so that the product leaves dP - delta.
+        dP = as_rows_and_columns(acc_dP)
+        for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
+            for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
+                dP[r, c] = -delta[c]
+        multiply(mma, acc_dP, products.v, products.do.shifted(moved))
+        for i in cutlass.range_constexpr(cute.size(acc_S)):
+            acc_dP[i] = acc_dP[i] * acc_S[i]
+        round_to_squares(acc_dP, rdS)
+        store_squares(rdS, products.dS_squares, (shares.keys, shares.queries), transpose=True)
+        self.announce(shared)
+
+        if const_expr(self.splits_queries):
+            multiply(mma, products.acc_dV, products.p_t, products.do_t.shifted(moved))
+            multiply(mma, products.acc_dK, products.ds_t, products.q_t.shifted(moved))
+        else:
+            multiply_registers(mma, products.acc_dV, rP, products.do_t.shifted(moved))
+            multiply_registers(mma, products.acc_dK, rdS, products.q_t.shifted(moved))
+        # Every warp has written its part of dS.
+        cute.arch.mbarrier_wait(shared.dS_complete, phase)
+        acc_dQ = cute.make_rmem_tensor(
+            mma.partition_shape_C((shares.dq_queries.size, shares.dq_columns.size)), Float32
+        )
+        acc_dQ.fill(0.0)
+        multiply(mma, acc_dQ, products.ds, products.k_t)
+        self.add_to_dq(acc_dQ, place, work, scratch)
+
+    def statistics(self, stage: Int32, queries: Share, shared: Shared) -> tuple:
+        """LSE in base 2 and delta of this thread's columns of S^T."""
+        first = stage * 2 * self.config.tile_m + queries.first + cute.arch.lane_idx() % QUAD * 2
+        address = shared.statistics.iterator.toint() + first * 4
+        columns = []
+        for offset in (0, self.config.tile_m):
+            pairs = [
+                cute.make_tensor(
+                    shared_pointer(Float32, address + (offset + c) * 4, align=8), cute.make_layout((2,))
+                ).load()
+                for c in range(0, queries.size, 8)
+            ]
+            columns.append([pair[i] for pair in pairs for i in range(2)])
+        return tuple(columns)
+
+    @cute.jit
+    def probabilities(
+        self, acc_S: cute.Tensor, rP: cute.Tensor, lse: list, m_block: Int32, whose: tuple, scales: Scales
+    ):
+        """Turns S^T into P^T, rounded in rP; acc_S becomes what dS is a multiple of: P, times the softcap's slope."""
+        work, shares = whose
+        if const_expr(self.softcap):
+            cap_scores(acc_S, scales.scale_tanh)
+        S = as_rows_and_columns(acc_S)
+        acc_P = acc_S
+        if const_expr(self.softcap):
+            acc_P = cute.make_rmem_tensor_like(acc_S)
+        P = as_rows_and_columns(acc_P)
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+                p = cute.math.exp2(S[r, c] * scales.scale_log2 - lse[c], fastmath=True)
+                if const_expr(self.softcap):
+                    S[r, c] = 1.0 - S[r, c] * S[r, c]
+                P[r, c] = p
+        if self.is_masked(m_block, work):
+            self.mask(P, m_block, work, shares)
+        if const_expr(self.softcap):
+            for i in cutlass.range_constexpr(cute.size(acc_S)):
+                acc_S[i] = acc_S[i] * acc_P[i]
+        round_to_squares(acc_P, rP)
+
+    def is_masked(self, m_block: Int32, work: Work) -> Boolean:
+        """Whether some query of the block does not see all of the CTA's keys."""
+        (left, right), tile_m, tile_n = work.bounds, self.config.tile_m, self.config.tile_n
+        ahead = work.sequence.seqlen_k - work.sequence.seqlen_q
+        first_key, first_query = work.n_block * tile_n, m_block * tile_m
+        masked = first_key + tile_n > work.sequence.seqlen_k
+        if const_expr(right is not None):
+            masked = masked | (first_key + tile_n - 1 > first_query + ahead + right)
+        if const_expr(left is not None):
+            masked = masked | (first_key < first_query + tile_m - 1 + ahead - left)
+        return masked
+
+    @cute.jit
+    def mask(self, P: cute.Tensor, m_block: Int32, work: Work, shares: Shares):
+        """Sets P of keys that a query does not see to 0; P is (keys, queries) of this thread.
+
+        P, not S: a hidden score may lie far above LSE, and exp2 of it be inf, which here is thrown away.
+        """
+        left, right = work.bounds
+        ahead = work.sequence.seqlen_k - work.sequence.seqlen_q
+        lane = cute.arch.lane_idx()
+        first_query = m_block * self.config.tile_m + shares.queries.first + lane % QUAD * 2
+        for r in cutlass.range_constexpr(cute.size(P, mode=[0])):
+            key = work.n_block * self.config.tile_n + shares.keys.first + lane // QUAD + (r % 2 * 8 + r // 2 * 16)
+            # Counted from this thread's first query; its c-th lies a constant further.
+            begin = Int32(0) if const_expr(right is None) else key - ahead - right - first_query
+            begin = begin if key < work.sequence.seqlen_k else Int32(self.config.tile_m)
+            for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
+                distance = c // 2 * 8 + c % 2
+                hidden = begin > distance
+                if const_expr(left is not None):
+                    hidden = hidden | (key - ahead + left - first_query < distance)
+                P[r, c] = Float32(0.0) if hidden else P[r, c]
+
+    @cute.jit
+    def announce(self, shared: Shared):
+        """This warp's part of dS is written: for its partners of the same keys, and for all warps."""
+        # All lanes have written theirs.
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            # For dQ, which every warp multiplies from all of dS.
+            cute.arch.mbarrier_arrive(shared.dS_complete)
+        if const_expr(self.splits_queries):
+            config = self.config
+            # The warps that share these keys have written all of their P and dS, for dV and dK.
+            cute.arch.barrier(
+                barrier_id=FIRST_KEY_BARRIER + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % config.key_warps,
+                number_of_threads=THREADS_PER_WARP * (config.num_warps // config.key_warps),
+            )
+
+    @cute.jit
+    def add_to_dq(self, acc_dQ: cute.Tensor, place: tuple, work: Work, scratch: tuple):
+        """Adds a block's dQ to the sum of all key blocks; each thread's share lies as its accumulator does."""
+        dq_accum = scratch[1]
+        m_block, head_of_group, _ = place
+        head, tile = work.head_kv * work.group + head_of_group, work.first_tile + m_block
+        thread = cute.arch.thread_idx()[0]
+        if const_expr(self.deterministic):
+            self.wait_for_turn(m_block, self.turn(scratch, head, tile), work)
+        accum = dq_accum[head, tile, None].iterator + thread * 4
+        for i in cutlass.range_constexpr(cute.size(acc_dQ) // 4):
+            add_four(accum + i * self.num_threads * 4, [acc_dQ[4 * i + j] for j in range(4)])
+        if const_expr(self.deterministic):
+            self.pass_turn(self.turn(scratch, head, tile))
+
+    def turn(self, scratch: tuple, head: Int32, tile: Int32) -> cute.Pointer:
+        """Whose turn it is at a query block: how many key blocks have added to it. The first number counts CTAs."""
+        statistics, _, turns = scratch
+        return turns.iterator + (head * statistics.shape[1] + tile + 1)
+
+    @cute.jit
+    def wait_for_turn(self, m_block: Int32, turn: cute.Pointer, work: Work):
+        """The key blocks before this one that see the query block have added to it."""
+        first = Int32(0)
+        left = work.bounds[0]
+        if const_expr(left is not None):
+            ahead = work.sequence.seqlen_k - work.sequence.seqlen_q
+            first = cutlass.max(m_block * self.config.tile_m + ahead - left, 0) // self.config.tile_n
+        if cute.arch.thread_idx()[0] == 0:
+            now = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
+            while now != work.n_block - first:
+                now = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
+        # Thread 0 has seen what they added.
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def pass_turn(self, turn: cute.Pointer):
+        # Each thread's additions are made before thread 0 says so.
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_threads()
+        if cute.arch.thread_idx()[0] == 0:
+            cute.arch.red(turn, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+    @cute.jit
+    def store(self, work: Work, tensors: tuple, shared: Shared, products: Products, softmax_scale: Float32):
+        """Scales dK, and sends dK and dV through sK and sV, so that whole 128-byte rows go out."""
+        mdK, mdV = tensors[4], tensors[5]
+        tile_n, shares = self.config.tile_n, products.shares
+        first = (shares.keys.first, shares.columns.first)
+        for i in cutlass.range_constexpr(cute.size(products.acc_dK)):
+            products.acc_dK[i] = products.acc_dK[i] * softmax_scale
+        # Every copy has arrived, also where no query block came, and every warp is done with K and V.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        for acc, s in ((products.acc_dK, shared.sK), (products.acc_dV, shared.sV)):
+            rounded = operand_registers(acc, self.dtype)
+            round_to_squares(acc, rounded)
+            store_squares(rounded, LaneRow.of(s, first, by_rows=True), (shares.keys, shares.columns), transpose=False)
+        # All of dK and dV is in shared memory before threads read what others wrote.
+        cute.arch.sync_threads()
+        copy = RowCopy.of(self.dtype, tile_n, self.head_dim, self.num_threads)
+        num_rows = work.sequence.seqlen_k - work.n_block * tile_n
+        for m, s in ((mdK, shared.sK), (mdV, shared.sV)):
+            g = cute.local_tile(work.sequence.keys(m, work.head_kv), (tile_n, self.width), (work.n_block, 0))
+            copy.store_rows(copy.of_shared(s), copy.of_global(g), num_rows)
+
+    @cute.kernel
+    def convert(self, mdQ: cute.Tensor, dq_accum: cute.Tensor, sequences: tuple, mma: cute.TiledMma, scale: Float32):
+        """dQ in the type of Q: each thread takes what lies as its accumulator did, and rows go out whole."""
+        m_block, head, batch = cute.arch.block_idx()
+        sequence = Sequence.of(*sequences, batch)
+        tile_m, shares = self.config.tile_m, self.shares()
+        layout = tile_layout(tile_m, self.width)
+        sdQ = cutlass.memory.SmemAllocator().allocate_tensor(self.dtype, layout, byte_alignment=1024)
+        num_rows = sequence.seqlen_q - m_block * tile_m
+        if num_rows > 0:
+            acc_dQ = cute.make_rmem_tensor(
+                mma.partition_shape_C((shares.dq_queries.size, shares.dq_columns.size)), Float32
+            )
+            accum = dq_accum[head, self.first_tile(sequence) + m_block, None].iterator + cute.arch.thread_idx()[0] * 4
+            flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, cute.size(acc_dQ) // 4)))
+            for i in cutlass.range_constexpr(cute.size(acc_dQ) // 4):
+                cute.autovec_copy(four_floats(accum + i * self.num_threads * 4), flat[None, i])
+            for i in cutlass.range_constexpr(cute.size(acc_dQ)):
+                acc_dQ[i] = acc_dQ[i] * scale
+            rounded = operand_registers(acc_dQ, self.dtype)
+            round_to_squares(acc_dQ, rounded)
+            rows = LaneRow.of(sdQ, (shares.dq_queries.first, shares.dq_columns.first), by_rows=True)
+            store_squares(rounded, rows, (shares.dq_queries, shares.dq_columns), transpose=False)
+            # All of dQ is in shared memory before threads read what others wrote.
+            cute.arch.sync_threads()
+            copy = RowCopy.of(self.dtype, tile_m, self.head_dim, self.num_threads)
+            g = cute.local_tile(sequence.queries(mdQ, head), (tile_m, self.width), (m_block, 0))
+            copy.store_rows(copy.of_shared(sdQ), copy.of_global(g), num_rows)
+
+
+def fake_scratch(shape: tuple) -> cute.Tensor:
+    """Contiguous fp32, read and written 16 bytes at a time."""
+    return make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=16)
+
+
+def compile_backward(key: KernelKey, options: str = ""):
+    """Compiles the kernels of `key` for sm_90a, launched by one call with the arguments of `Backward.__call__`."""
+    dtype, head_dim, config = DTYPES[key.dtype], key.head_dim, key.config
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, num_tiles = (cute.sym_int() for _ in range(6))
+    packed = key.sequences == "packed"
+    queries, keys = (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, head_dim)
+    lse = (heads_q, seqlen_q)
+    lengths = None
+    if packed:
+        lengths = fake_lengths(cute.sym_int())
+    else:
+        queries, keys, lse = (batch, *queries), (batch, *keys), (batch, *lse)
+    return cute.compile(
+        Backward(key),
+        *(fake_sequences(dtype, shape) for shape in (queries, queries, keys, keys, queries)),
+        fake_rows(lse),
+        fake_rows(lse),
+        *(fake_sequences(dtype, shape) for shape in (queries, keys, keys)),
+        fake_scratch((heads_q, num_tiles, 2 * config.tile_m)),
+        fake_scratch((heads_q, num_tiles, config.tile_m * whole_panels(head_dim))),
+        fake_lengths(cute.sym_int()) if key.deterministic else None,
+        lengths,
+        lengths,
+        *(Float32(1.0), Float32(1.0)),
+        *(Int32(1) for _ in range(5)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi " + options,
+    )
