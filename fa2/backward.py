@@ -1,8 +1,8 @@
 """FA2 backward: one CTA per key block, which recomputes S and P from LSE.
 
 changed since fa1
-  - The key blocks are spread over the grid, as the query blocks of the forward are (FA2 3.2). The CTAs of a head meet in
-    dQ: they add to it in fp32, in global memory, by atomics; a last kernel rounds the sum.
+  - The key blocks are spread over the grid, as the query blocks of the forward are (FA2 3.2). The CTAs of a head meet
+    in dQ: they add to it in fp32, in global memory, by atomics; a last kernel rounds the sum.
   - delta = rowsum(dO * O) is computed once, beforehand, not once a visit.
   - Of the statistics P needs one number a row, LSE: P = exp(S - LSE).
   - Blocks that the mask hides are skipped, and of the others only those on its edge are masked.
@@ -10,8 +10,9 @@ unchanged
   - S and P are recomputed, the five products, dK and dV in registers; cp.async, ldmatrix, mma.sync.
 
 Three kernels, one after the other:
-    prepare   delta and LSE in base 2 of each query, dQ's accumulator cleared
-    kernel    S^T = K Q^T   P = exp2(S - LSE)   dV += P^T dO   dP^T = V dO^T   dS = P (dP - delta)   dK += dS^T Q   dQ = dS K
+    prepare   delta and LSE in base 2 of each query, dQ's accumulator cleared (fa_common/query_tiles.py, as convert)
+    kernel    S^T = K Q^T   P = exp2(S - LSE)   dP^T = V dO^T   dS = P (dP - delta)   dV += P^T dO   dK += dS^T Q
+              dQ = dS K
     convert   dQ, scaled, in the type of Q
 
 S and dP are computed transposed, keys along the rows: P^T and dS^T then are A operands of dV and dK. Time to the right:
@@ -19,8 +20,8 @@ S and dP are computed transposed, keys along the rows: P^T and dS^T then are A o
     cp.async  | K V Q0 dO0 | Q1 dO1                        | Q2 dO2
     warps     |          A | S0  P0  dP0  dS0 | dV0 dK0 b dQ0 A | S1  P1  ...
 
-A is a barrier of the CTA; b, an mbarrier, waits for the dS of all warps, long since there. `key_warps` warps split the
-keys; if others split the queries beside them, P^T and dS^T meet in shared memory, behind a barrier of those warps alone.
+A is a barrier of the CTA; b, an mbarrier, waits for the dS of all warps, long since there. `key_warps` warps split
+the keys; if others split the queries beside them, P^T and dS^T meet in shared memory, behind a barrier of those alone.
 
 deterministic: dK and dV have one order in any case, one CTA adds up the query heads that share them. For dQ, each key
 block waits for its turn at a query block; turns are those of the key blocks. A CTA draws its key block from a counter
@@ -35,17 +36,17 @@ shared memory, bytes (16-bit types; width: head_dim, up to whole panels of 64)
 registers a thread (d = 128, 64 x 128, 8 warps): dK, dV 128, S 32, dP 32, P 16; dQ 32 where S was
 """
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.cute.runtime import make_fake_stream
 
 from fa_common.compile import KernelKey
+from fa_common.query_tiles import PREPARE_THREADS, QueryTiles, Turns, dq_shares, scratch_tile
 from fa_common.tiles import (
     DTYPES,
     QUAD,
@@ -70,16 +71,19 @@ from fa_common.warp_tiles import (
     Share,
     WarpOperand,
     add_four,
+    first_key_block,
     four_floats,
+    hide,
+    is_masked,
     operand_registers,
     round_to_squares,
     store_squares,
+    visible_queries,
     warp_mma,
 )
 
 THREADS_PER_WARP = 32
 STAGES = 2  # of Q and dO: those of the next block travel under the products of this one
-PREPARE_THREADS = 256
 FIRST_KEY_BARRIER = 1  # named barriers of the warps that share keys, one for each such group
 
 
@@ -164,7 +168,9 @@ class Backward:
         self.causal, self.window, self.softcap = key.causal, key.window, key.softcap
         self.deterministic = key.deterministic
         self.num_threads = THREADS_PER_WARP * key.config.num_warps
-        self.packed = key.sequences == "packed"
+        packed = key.sequences == "packed"
+        self.tiles = QueryTiles(self.dtype, key.head_dim, key.config.tile_m, self.num_threads, packed)
+        self.dq_warps = (key.config.query_warps, key.config.num_warps // key.config.query_warps)
         self.stage_bytes = key.config.tile_m * self.width * 2
         self.splits_queries = key.config.num_warps > key.config.key_warps
 
@@ -208,7 +214,8 @@ class Backward:
         scale_tanh, scale_log2 = score_scales(softmax_scale, softcap if const_expr(self.softcap) else None)
 
         grid = (cute.ceil_div(max_seqlen_q, tile_m), mQ.shape[2], batch)
-        self.prepare((mdO, mO, mLSE, mdLSE), (statistics, dq_accum), (mQ, mK, cu_seqlens), has_dlse).launch(
+        sequences = (mQ, mK, cu_seqlens)
+        self.tiles.prepare((mdO, mO, mLSE, mdLSE), (statistics, dq_accum), sequences, has_dlse).launch(
             grid=grid, block=[PREPARE_THREADS, 1, 1], stream=stream
         )
         self.kernel(
@@ -223,80 +230,28 @@ class Backward:
             stream=stream,
             min_blocks_per_mp=1,
         )
-        self.convert(mdQ, dq_accum, (mQ, mK, cu_seqlens), mma, softmax_scale).launch(
+        self.tiles.convert(mdQ, dq_accum, sequences, mma, self.dq_warps, softmax_scale).launch(
             grid=grid, block=[self.num_threads, 1, 1], stream=stream
         )
 
     def storage_type(self):
         """Shared memory of the main kernel."""
         tile_m, tile_n, width, dtype = self.config.tile_m, self.config.tile_n, self.width, self.dtype
-        sizes = {"sQ": STAGES * tile_m * width, "sdO": STAGES * tile_m * width, "sK": tile_n * width}
-        sizes |= {"sV": tile_n * width, "sdS": tile_m * tile_n, "sP": tile_m * tile_n if self.splits_queries else 0}
+        staged, rows, scores = STAGES * tile_m * width, tile_n * width, tile_m * tile_n
+        scores_P = scores if self.splits_queries else 0
 
         @cute.struct
         class Storage:
-            sQ: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sQ"]], 1024]
-            sdO: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sdO"]], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sK"]], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sV"]], 1024]
-            sdS: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sdS"]], 1024]
-            sP: cute.struct.Align[cute.struct.MemRange[dtype, sizes["sP"]], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[dtype, staged], 1024]
+            sdO: cute.struct.Align[cute.struct.MemRange[dtype, staged], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[dtype, rows], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[dtype, rows], 1024]
+            sdS: cute.struct.Align[cute.struct.MemRange[dtype, scores], 1024]
+            sP: cute.struct.Align[cute.struct.MemRange[dtype, scores_P], 1024]
             statistics: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * 2 * tile_m], 128]
             dS_complete: cute.struct.MemRange[cutlass.Int64, 1]
 
         return Storage
-
-    @cute.kernel
-    def prepare(self, tensors: tuple, scratch: tuple, sequences: tuple, has_dlse: Int32):
-        """delta - dLSE and LSE in base 2 of tile_m queries, zeros in their part of dQ's accumulator.
-
-        A row that does not exist or sees no key gets LSE = inf: its P is exp2(S - inf) = 0, whatever S is.
-        """
-        mdO, mO, mLSE, mdLSE = tensors
-        statistics, dq_accum = scratch
-        m_block, head, batch = cute.arch.block_idx()
-        sequence = Sequence.of(*sequences, batch)
-        tile_m = self.config.tile_m
-        num_rows = sequence.seqlen_q - m_block * tile_m
-        if num_rows > 0:
-            tile = self.first_tile(sequence) + m_block
-            copy = RowCopy.of(self.dtype, tile_m, self.head_dim, PREPARE_THREADS)
-            shape = (tile_m, self.width)
-            tOgO, tOgdO = [
-                copy.of_global(cute.local_tile(sequence.queries(t, head), shape, (m_block, 0))) for t in (mO, mdO)
-            ]
-            rO, rdO = cute.make_rmem_tensor_like(tOgO, self.dtype), cute.make_rmem_tensor_like(tOgO, self.dtype)
-            rO.fill(0)
-            rdO.fill(0)
-            for i in cutlass.range_constexpr(cute.size(rO, mode=[1])):
-                for panel in cutlass.range_constexpr(cute.size(rO, mode=[2])):
-                    if copy.exists(i, panel, num_rows):
-                        cute.copy(copy.synchronous, tOgO[None, i, panel], rO[None, i, panel])
-                        cute.copy(copy.synchronous, tOgdO[None, i, panel], rdO[None, i, panel])
-            lse, dlse = sequence.statistics(mLSE, head), sequence.statistics(mdLSE, head)
-            for i in cutlass.range_constexpr(cute.size(rO, mode=[1])):
-                row, column = copy.pieces[0, i, 0]
-                products = rO[None, i, None].load().to(Float32) * rdO[None, i, None].load().to(Float32)
-                total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                delta = cute.arch.warp_reduction_sum(total, threads_in_group=8)  # eight threads share a row
-                if column == 0:
-                    lse_log2 = Float32.inf
-                    delta_row = Float32(0.0)
-                    if row < num_rows:
-                        row_lse = lse[m_block * tile_m + row]
-                        if row_lse != -Float32.inf:
-                            lse_log2 = row_lse * math.log2(math.e)
-                            delta_row = delta
-                            if has_dlse != 0:
-                                delta_row = delta - dlse[m_block * tile_m + row]
-                    statistics[head, tile, row] = lse_log2
-                    statistics[head, tile, tile_m + row] = delta_row
-            accum = dq_accum[head, tile, None]
-            zeros = cute.make_rmem_tensor((4,), Float32)
-            zeros.fill(0.0)
-            for i in cutlass.range_constexpr(tile_m * self.width // (4 * PREPARE_THREADS)):
-                place = (i * PREPARE_THREADS + cute.arch.thread_idx()[0]) * 4
-                cute.autovec_copy(zeros, four_floats(accum.iterator + place))
 
     @cute.kernel
     def kernel(self, tensors: tuple, scratch: tuple, cu_seqlens: tuple, mma: cute.TiledMma, numbers: tuple):
@@ -309,21 +264,27 @@ class Backward:
         softmax_scale, scale_tanh, scale_log2, left, right = numbers
         bounds = (left, right) if const_expr(self.window) else (None, 0 if const_expr(self.causal) else None)
         if n_block * self.config.tile_n < sequence.seqlen_k:
-            begin, end = self.visible_queries(n_block, sequence, bounds)
+            keys = (n_block * self.config.tile_n, self.config.tile_n)
+            lengths = (sequence.seqlen_q, sequence.seqlen_k)
+            begin, end = visible_queries(keys, self.config.tile_m, lengths, bounds)
             group = mQ.shape[2] // mK.shape[2]
-            work = Work(n_block, head_kv, group, sequence, self.first_tile(sequence), begin, end, bounds)
+            work = Work(n_block, head_kv, group, sequence, self.tiles.first(sequence), begin, end, bounds)
             self.load(work, tensors, shared)
             scales = Scales(softmax_scale, scale_tanh, scale_log2)
             products = self.attend(work, tensors, scratch, shared, mma, scales)
             self.store(work, tensors, shared, products, softmax_scale)
 
+    @cute.jit
     def shared(self, storage) -> Shared:
         """The tensors in shared memory, and the mbarrier ready for use behind the next barrier of the CTA."""
         layout_Q = tile_layout(self.config.tile_m, self.width)
         layout_K = tile_layout(self.config.tile_n, self.width)
         layout_S = tile_layout(self.config.tile_m, self.config.tile_n)
         dS_complete = storage.dS_complete.data_ptr()
-        self.start_barrier(dS_complete)
+        if cute.arch.thread_idx()[0] == 0:
+            cute.arch.mbarrier_init(dS_complete, self.config.num_warps)
+        # Its first user comes behind the barrier at the top of `attend`'s loop.
+        cute.arch.mbarrier_init_fence()
         return Shared(
             sQ=storage.sQ.get_tensor(layout_Q),
             sdO=storage.sdO.get_tensor(layout_Q),
@@ -336,52 +297,16 @@ class Backward:
         )
 
     @cute.jit
-    def start_barrier(self, dS_complete: cute.Pointer):
-        if cute.arch.thread_idx()[0] == 0:
-            cute.arch.mbarrier_init(dS_complete, self.config.num_warps)
-        # Its first user comes behind the barrier at the top of `block`.
-        cute.arch.mbarrier_init_fence()
-
-    @cute.jit
     def place(self, turns: cute.Tensor | None, shared: Shared) -> tuple:
         """(key block, head of K and V, batch entry) of this CTA."""
         n_block, head_kv, batch = cute.arch.block_idx()
         if const_expr(self.deterministic):
-            # CTAs that others wait for must have started: numbers are drawn in the order of starting.
-            number = cute.make_tensor(
-                cute.recast_ptr(shared.statistics.iterator, dtype=Int32), cute.make_layout((1,))
-            )
-            if cute.arch.thread_idx()[0] == 0:
-                number[0] = cute.arch.atomic_add(turns.iterator, Int32(1), sem="relaxed", scope="gpu")
-            # Thread 0 has written the number before all threads read it.
-            cute.arch.sync_threads()
-            drawn = number[0]
-            # All threads have read the number before statistics overwrite it.
-            cute.arch.sync_threads()
+            drawn = Turns(turns).draw(cute.recast_ptr(shared.statistics.iterator, dtype=Int32))
             num_n_blocks, num_heads, _ = cute.arch.grid_dim()
             n_block = drawn % num_n_blocks
             head_kv = drawn // num_n_blocks % num_heads
             batch = drawn // num_n_blocks // num_heads
         return n_block, head_kv, batch
-
-    def first_tile(self, sequence: Sequence) -> Int32:
-        """Where the sequence's tiles of queries begin in scratch memory: `num_query_tiles` says why there."""
-        tile_m = self.config.tile_m
-        if self.packed:
-            return (sequence.offset_q + sequence.batch * tile_m) // tile_m
-        return sequence.batch * cute.ceil_div(sequence.seqlen_q, tile_m)
-
-    def visible_queries(self, n_block: Int32, sequence: Sequence, bounds: tuple) -> tuple:
-        """The query blocks [begin, end) that see some key of a block; positions are aligned bottom-right."""
-        (left, right), tile_m, tile_n = bounds, self.config.tile_m, self.config.tile_n
-        ahead = sequence.seqlen_k - sequence.seqlen_q  # query i faces key i + ahead
-        first, last = n_block * tile_n, cutlass.min((n_block + 1) * tile_n, sequence.seqlen_k) - 1
-        begin, end = Int32(0), sequence.seqlen_q
-        if const_expr(right is not None):
-            begin = cutlass.max(first - ahead - right, 0) // tile_m
-        if const_expr(left is not None):
-            end = cutlass.min(end, cutlass.max(last - ahead + left + 1, 0))
-        return begin, cutlass.max(cute.ceil_div(end, tile_m), begin)
 
     @cute.jit
     def load(self, work: Work, tensors: tuple, shared: Shared):
@@ -406,7 +331,7 @@ class Backward:
 
     @cute.jit
     def load_queries(self, place: tuple, work: Work, tensors: tuple, shared: Shared):
-        """Starts the copies of a block of Q, dO and its statistics; place is (query block, head of the group, stage)."""
+        """Starts the copies of a block of Q, dO and its statistics; place is (query block, head of group, stage)."""
         mdO, mQ, statistics = tensors[0], tensors[1], tensors[6]
         m_block, head_of_group, stage = place
         tile_m, head = self.config.tile_m, work.head_kv * work.group + head_of_group
@@ -423,7 +348,7 @@ class Backward:
                 copy.load_rows(tgg, tss, num_rows)
         thread = cute.arch.thread_idx()[0]
         if thread < 2 * tile_m // 4:
-            source = four_floats(statistics[head, work.first_tile + m_block, None].iterator + thread * 4)
+            source = four_floats(scratch_tile(statistics, head, work.first_tile + m_block).iterator + thread * 4)
             address = shared.statistics.iterator.toint() + (stage * 2 * tile_m + thread * 4) * 4
             target = cute.make_tensor(shared_pointer(Float32, address, align=16), cute.make_layout((4,)))
             atom = cute.make_copy_atom(
@@ -457,7 +382,6 @@ class Backward:
 
     def products(self, mma: cute.TiledMma, shared: Shared) -> Products:
         """This warp's operands and accumulators."""
-        config, width = self.config, self.width
         shares = self.shares()
         acc_dV, acc_dK = [
             cute.make_rmem_tensor(mma.partition_shape_C((shares.keys.size, shares.columns.size)), Float32)
@@ -494,13 +418,14 @@ class Backward:
         """Of warp w: keys by w mod key_warps, queries of S^T and columns of dK and dV by the rest; likewise for dQ."""
         config = self.config
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        others, dq_others = config.num_warps // config.key_warps, config.num_warps // config.query_warps
+        others = config.num_warps // config.key_warps
+        dq_queries, dq_columns = dq_shares(config.tile_m, self.width, self.dq_warps)
         return Shares(
             keys=Share.run(config.tile_n, index % config.key_warps, config.key_warps),
             queries=Share.run(config.tile_m, index // config.key_warps, others),
             columns=Share.of_each_panel(self.width, index // config.key_warps, others),
-            dq_queries=Share.run(config.tile_m, index % config.query_warps, config.query_warps),
-            dq_columns=Share.of_each_panel(self.width, index // config.query_warps, dq_others),
+            dq_queries=dq_queries,
+            dq_columns=dq_columns,
         )
 
     @cute.jit
@@ -548,9 +473,7 @@ class Backward:
             multiply_registers(mma, products.acc_dK, rdS, products.q_t.shifted(moved))
         # Every warp has written its part of dS.
         cute.arch.mbarrier_wait(shared.dS_complete, phase)
-        acc_dQ = cute.make_rmem_tensor(
-            mma.partition_shape_C((shares.dq_queries.size, shares.dq_columns.size)), Float32
-        )
+        acc_dQ = cute.make_rmem_tensor(mma.partition_shape_C((shares.dq_queries.size, shares.dq_columns.size)), Float32)
         acc_dQ.fill(0.0)
         multiply(mma, acc_dQ, products.ds, products.k_t)
         self.add_to_dq(acc_dQ, place, work, scratch)
@@ -589,46 +512,14 @@ class Backward:
                 if const_expr(self.softcap):
                     S[r, c] = 1.0 - S[r, c] * S[r, c]
                 P[r, c] = p
-        if self.is_masked(m_block, work):
-            self.mask(P, m_block, work, shares)
+        query, key = m_block * self.config.tile_m, work.n_block * self.config.tile_n
+        lengths = (work.sequence.seqlen_q, work.sequence.seqlen_k)
+        if is_masked((query, key), (self.config.tile_m, self.config.tile_n), lengths, work.bounds):
+            hide(acc_P, (query + shares.queries.first, key + shares.keys.first), lengths, work.bounds)
         if const_expr(self.softcap):
             for i in cutlass.range_constexpr(cute.size(acc_S)):
                 acc_S[i] = acc_S[i] * acc_P[i]
         round_to_squares(acc_P, rP)
-
-    def is_masked(self, m_block: Int32, work: Work) -> Boolean:
-        """Whether some query of the block does not see all of the CTA's keys."""
-        (left, right), tile_m, tile_n = work.bounds, self.config.tile_m, self.config.tile_n
-        ahead = work.sequence.seqlen_k - work.sequence.seqlen_q
-        first_key, first_query = work.n_block * tile_n, m_block * tile_m
-        masked = first_key + tile_n > work.sequence.seqlen_k
-        if const_expr(right is not None):
-            masked = masked | (first_key + tile_n - 1 > first_query + ahead + right)
-        if const_expr(left is not None):
-            masked = masked | (first_key < first_query + tile_m - 1 + ahead - left)
-        return masked
-
-    @cute.jit
-    def mask(self, P: cute.Tensor, m_block: Int32, work: Work, shares: Shares):
-        """Sets P of keys that a query does not see to 0; P is (keys, queries) of this thread.
-
-        P, not S: a hidden score may lie far above LSE, and exp2 of it be inf, which here is thrown away.
-        """
-        left, right = work.bounds
-        ahead = work.sequence.seqlen_k - work.sequence.seqlen_q
-        lane = cute.arch.lane_idx()
-        first_query = m_block * self.config.tile_m + shares.queries.first + lane % QUAD * 2
-        for r in cutlass.range_constexpr(cute.size(P, mode=[0])):
-            key = work.n_block * self.config.tile_n + shares.keys.first + lane // QUAD + (r % 2 * 8 + r // 2 * 16)
-            # Counted from this thread's first query; its c-th lies a constant further.
-            begin = Int32(0) if const_expr(right is None) else key - ahead - right - first_query
-            begin = begin if key < work.sequence.seqlen_k else Int32(self.config.tile_m)
-            for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
-                distance = c // 2 * 8 + c % 2
-                hidden = begin > distance
-                if const_expr(left is not None):
-                    hidden = hidden | (key - ahead + left - first_query < distance)
-                P[r, c] = Float32(0.0) if hidden else P[r, c]
 
     @cute.jit
     def announce(self, shared: Shared):
@@ -649,45 +540,19 @@ class Backward:
     @cute.jit
     def add_to_dq(self, acc_dQ: cute.Tensor, place: tuple, work: Work, scratch: tuple):
         """Adds a block's dQ to the sum of all key blocks; each thread's share lies as its accumulator does."""
-        dq_accum = scratch[1]
+        statistics, dq_accum, turns = scratch
         m_block, head_of_group, _ = place
         head, tile = work.head_kv * work.group + head_of_group, work.first_tile + m_block
-        thread = cute.arch.thread_idx()[0]
+        turn_tile = head * statistics.shape[1] + tile
         if const_expr(self.deterministic):
-            self.wait_for_turn(m_block, self.turn(scratch, head, tile), work)
-        accum = dq_accum[head, tile, None].iterator + thread * 4
+            lengths = (work.sequence.seqlen_q, work.sequence.seqlen_k)
+            first = first_key_block(m_block * self.config.tile_m, self.config.tile_n, lengths, work.bounds)
+            Turns(turns).wait(turn_tile, work.n_block - first)
+        accum = scratch_tile(dq_accum, head, tile).iterator + cute.arch.thread_idx()[0] * 4
         for i in cutlass.range_constexpr(cute.size(acc_dQ) // 4):
             add_four(accum + i * self.num_threads * 4, [acc_dQ[4 * i + j] for j in range(4)])
         if const_expr(self.deterministic):
-            self.pass_turn(self.turn(scratch, head, tile))
-
-    def turn(self, scratch: tuple, head: Int32, tile: Int32) -> cute.Pointer:
-        """Whose turn it is at a query block: how many key blocks have added to it. The first number counts CTAs."""
-        statistics, _, turns = scratch
-        return turns.iterator + (head * statistics.shape[1] + tile + 1)
-
-    @cute.jit
-    def wait_for_turn(self, m_block: Int32, turn: cute.Pointer, work: Work):
-        """The key blocks before this one that see the query block have added to it."""
-        first = Int32(0)
-        left = work.bounds[0]
-        if const_expr(left is not None):
-            ahead = work.sequence.seqlen_k - work.sequence.seqlen_q
-            first = cutlass.max(m_block * self.config.tile_m + ahead - left, 0) // self.config.tile_n
-        if cute.arch.thread_idx()[0] == 0:
-            now = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
-            while now != work.n_block - first:
-                now = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
-        # Thread 0 has seen what they added.
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def pass_turn(self, turn: cute.Pointer):
-        # Each thread's additions are made before thread 0 says so.
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.sync_threads()
-        if cute.arch.thread_idx()[0] == 0:
-            cute.arch.red(turn, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+            Turns(turns).pass_on(turn_tile)
 
     @cute.jit
     def store(self, work: Work, tensors: tuple, shared: Shared, products: Products, softmax_scale: Float32):
@@ -712,44 +577,10 @@ class Backward:
             g = cute.local_tile(work.sequence.keys(m, work.head_kv), (tile_n, self.width), (work.n_block, 0))
             copy.store_rows(copy.of_shared(s), copy.of_global(g), num_rows)
 
-    @cute.kernel
-    def convert(self, mdQ: cute.Tensor, dq_accum: cute.Tensor, sequences: tuple, mma: cute.TiledMma, scale: Float32):
-        """dQ in the type of Q: each thread takes what lies as its accumulator did, and rows go out whole."""
-        m_block, head, batch = cute.arch.block_idx()
-        sequence = Sequence.of(*sequences, batch)
-        tile_m, shares = self.config.tile_m, self.shares()
-        layout = tile_layout(tile_m, self.width)
-        sdQ = cutlass.memory.SmemAllocator().allocate_tensor(self.dtype, layout, byte_alignment=1024)
-        num_rows = sequence.seqlen_q - m_block * tile_m
-        if num_rows > 0:
-            acc_dQ = cute.make_rmem_tensor(
-                mma.partition_shape_C((shares.dq_queries.size, shares.dq_columns.size)), Float32
-            )
-            accum = dq_accum[head, self.first_tile(sequence) + m_block, None].iterator + cute.arch.thread_idx()[0] * 4
-            flat = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, cute.size(acc_dQ) // 4)))
-            for i in cutlass.range_constexpr(cute.size(acc_dQ) // 4):
-                cute.autovec_copy(four_floats(accum + i * self.num_threads * 4), flat[None, i])
-            for i in cutlass.range_constexpr(cute.size(acc_dQ)):
-                acc_dQ[i] = acc_dQ[i] * scale
-            rounded = operand_registers(acc_dQ, self.dtype)
-            round_to_squares(acc_dQ, rounded)
-            rows = LaneRow.of(sdQ, (shares.dq_queries.first, shares.dq_columns.first), by_rows=True)
-            store_squares(rounded, rows, (shares.dq_queries, shares.dq_columns), transpose=False)
-            # All of dQ is in shared memory before threads read what others wrote.
-            cute.arch.sync_threads()
-            copy = RowCopy.of(self.dtype, tile_m, self.head_dim, self.num_threads)
-            g = cute.local_tile(sequence.queries(mdQ, head), (tile_m, self.width), (m_block, 0))
-            copy.store_rows(copy.of_shared(sdQ), copy.of_global(g), num_rows)
-
-
-def fake_scratch(shape: tuple) -> cute.Tensor:
-    """Contiguous fp32, read and written 16 bytes at a time."""
-    return make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=16)
-
 
 def compile_backward(key: KernelKey, options: str = ""):
     """Compiles the kernels of `key` for sm_90a, launched by one call with the arguments of `Backward.__call__`."""
-    dtype, head_dim, config = DTYPES[key.dtype], key.head_dim, key.config
+    kernels, dtype, head_dim = Backward(key), DTYPES[key.dtype], key.head_dim
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, num_tiles = (cute.sym_int() for _ in range(6))
     packed = key.sequences == "packed"
     queries, keys = (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, head_dim)
@@ -760,13 +591,12 @@ def compile_backward(key: KernelKey, options: str = ""):
     else:
         queries, keys, lse = (batch, *queries), (batch, *keys), (batch, *lse)
     return cute.compile(
-        Backward(key),
+        kernels,
         *(fake_sequences(dtype, shape) for shape in (queries, queries, keys, keys, queries)),
         fake_rows(lse),
         fake_rows(lse),
         *(fake_sequences(dtype, shape) for shape in (queries, keys, keys)),
-        fake_scratch((heads_q, num_tiles, 2 * config.tile_m)),
-        fake_scratch((heads_q, num_tiles, config.tile_m * whole_panels(head_dim))),
+        *kernels.tiles.fake_scratch(heads_q, num_tiles),
         fake_lengths(cute.sym_int()) if key.deterministic else None,
         lengths,
         lengths,

@@ -54,8 +54,8 @@ class BackwardConfig:
     """Everything that changes the code of FA2's backward, and nothing else.
 
     In S^T, dP^T, dV and dK `key_warps` warps split the keys; the others split the queries of S^T and dP^T, and the
-    columns of dV and dK. In dQ `query_warps` warps split the queries, and the others the columns. Raises ValueError when
-    a tile does not fit the instructions.
+    columns of dV and dK. In dQ `query_warps` warps split the queries, and the others the columns. Raises ValueError
+    when a tile does not fit the instructions.
     """
 
     tile_m: int = 64  # queries per block

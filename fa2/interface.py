@@ -50,8 +50,8 @@ def build_backward(key: KernelKey, options: str = "") -> Any:
 
 
 def bind_backward(kernel: Callable, problem: Problem, config: BackwardConfig, num_sms: int) -> LaunchBackward:
-    """The launch of the backward's kernels, with scratch memory: by query head and tile of queries, LSE and delta, dQ in
-    fp32, and for a deterministic sum whose turn it is to add to dQ."""
+    """The launch of the backward's kernels, with scratch memory: by query head and tile of queries, LSE and delta, dQ
+    in fp32, and for a deterministic sum whose turn it is to add to dQ."""
     num_tiles = num_query_tiles(problem, config.tile_m)
     width = -(-problem.head_dim // 64) * 64  # of the kernel's tiles
     numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, problem.seqlen_q, problem.seqlen_k)

@@ -13,14 +13,16 @@ lanes name the rows of the four in one of two orders, here for the tile's rows (
 
 from dataclasses import dataclass, replace
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
 from cutlass.cutlass_dsl import dsl_user_op
 
-from fa_common.tiles import CHUNK, PANEL, rounded_pair, shared_pointer, swizzled_offset
+from fa_common.tiles import CHUNK, PANEL, QUAD, as_rows_and_columns, rounded_pair, shared_pointer, swizzled_offset
 
+FAR = 2**30  # further than any tile reaches
 STEP = 16  # rows and columns of an ldmatrix.x4, and the depth of one mma.sync
 
 
@@ -189,3 +191,66 @@ def four_floats(pointer: cute.Pointer) -> cute.Tensor:
     """16 aligned bytes of global memory, for one load or store."""
     aligned = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(aligned, cute.make_layout((4,)))
+
+
+# ---- Masks seen from the keys: what `visible_blocks` and `mask_scores` are from the queries
+
+
+def visible_queries(keys: tuple, tile_m: int, seqlens: tuple, bounds: tuple) -> tuple:
+    """The query blocks [begin, end) that see some of `keys`, (first, number); none if end is begin.
+
+    `seqlens` and `bounds` are those of `visible_blocks`.
+    """
+    (first, number), (seqlen_q, seqlen_k), (left, right) = keys, seqlens, bounds
+    ahead = seqlen_k - seqlen_q  # query i faces key i + ahead
+    begin, end = 0, seqlen_q
+    if const_expr(right is not None):
+        begin = cutlass.max(first - ahead - right, 0) // tile_m
+    if const_expr(left is not None):
+        last = cutlass.min(first + number, seqlen_k) - 1
+        end = cutlass.min(end, last - ahead + left + 1)
+    return begin, cutlass.max((end + tile_m - 1) // tile_m, begin)
+
+
+def first_key_block(first_query: Int32, tile_n: int, seqlens: tuple, bounds: tuple) -> Int32:
+    """The first key block that a block of queries sees; it sees all from there to the last that it sees."""
+    (seqlen_q, seqlen_k), left = seqlens, bounds[0]
+    return Int32(0) if left is None else cutlass.max(first_query + seqlen_k - seqlen_q - left, 0) // tile_n
+
+
+def is_masked(origin: tuple, tile: tuple, seqlens: tuple, bounds: tuple) -> Boolean:
+    """Whether some query of a block does not see all of its keys, or some key does not exist.
+
+    `origin` is the block's first (query, key), `tile` its size.
+    """
+    (query, key), (tile_m, tile_n), (seqlen_q, seqlen_k), (left, right) = origin, tile, seqlens, bounds
+    ahead = seqlen_k - seqlen_q
+    masked = key + tile_n > seqlen_k
+    if const_expr(right is not None):
+        masked = masked | (key + tile_n - 1 > query + ahead + right)
+    if const_expr(left is not None):
+        masked = masked | (key < query + tile_m - 1 + ahead - left)
+    return masked
+
+
+@cute.jit
+def hide(acc_P: cute.Tensor, origin: tuple, seqlens: tuple, bounds: tuple):
+    """Sets P^T (keys, queries) of keys that a query does not see to 0; `origin` is the warp's first (query, key).
+
+    P, not S: a hidden score may lie far above LSE, and its exponential be inf, which is thrown away here.
+    """
+    P = as_rows_and_columns(acc_P)
+    (first_query, first_key), (seqlen_q, seqlen_k), (left, right) = origin, seqlens, bounds
+    ahead, lane = seqlen_k - seqlen_q, cute.arch.lane_idx()
+    first_query = first_query + lane % QUAD * 2
+    for r in cutlass.range_constexpr(cute.size(P, mode=[0])):
+        key = first_key + lane // QUAD + (r % 2 * 8 + r // 2 * 16)
+        # Counted from this thread's first query; its c-th lies a constant further.
+        begin = Int32(0) if const_expr(right is None) else key - ahead - right - first_query
+        begin = begin if key < seqlen_k else Int32(FAR)
+        for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
+            place = c // 2 * 8 + c % 2
+            hidden = begin > place
+            if const_expr(left is not None):
+                hidden = hidden | (key - ahead + left - first_query < place)
+            P[r, c] = Float32(0.0) if hidden else P[r, c]
