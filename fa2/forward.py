@@ -28,7 +28,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.cute.runtime import make_fake_stream
 
-from fa2.softmax import OnlineSoftmax
+from fa2.softmax import OnlineSoftmax, rescale_rows
 from fa_common.compile import KernelKey
 from fa_common.tiles import (
     DTYPES,
@@ -287,8 +287,10 @@ class Forward:
         # K of n - 1; the next `block` waits for it.
         cute.arch.cp_async_commit_group()
         self.prepare_scores(n_block, masked, tile, products, softmax)
-        softmax.step(products.acc_S, products.acc_O, masked)
+        rescale, rises = softmax.step(products.acc_S, masked)
         round_to_operand_a(products.acc_S, products.rP)
+        if rises:
+            rescale_rows(products.acc_O, rescale)
         multiply_registers(products.mma, products.acc_O, products.rP, products.v)
 
     @cute.jit

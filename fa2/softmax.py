@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Boolean, Float32, const_expr
 
 from fa_common.tiles import as_rows_and_columns, quad_max, quad_sum, row_sum_of
 
@@ -36,9 +36,13 @@ class OnlineSoftmax:
         return OnlineSoftmax(row_max, row_sum, scale_tanh, scale_log2)
 
     @cute.jit
-    def step(self, acc_S: cute.Tensor, acc_O: cute.Tensor, masked: cutlass.Constexpr):
-        """Turns scores into P = exp(scale * (S - row_max)), in place, and rescales O to the new maximum."""
-        S, O = as_rows_and_columns(acc_S), as_rows_and_columns(acc_O)
+    def step(self, acc_S: cute.Tensor, masked: cutlass.Constexpr) -> tuple[cute.Tensor, Boolean]:
+        """Turns scores into P = exp(scale * (S - row_max)), in place.
+
+        Returns what O must be multiplied by, (rows,), and whether any row of this warp needs it: else all are 1.
+        """
+        S = as_rows_and_columns(acc_S)
+        rescale, rises = cute.make_rmem_tensor_like(self.row_max), Boolean(False)
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             scores = S[r, None].load()
             row_max = quad_max(scores.reduce(cute.ReductionOp.MAX, self.row_max[r], 0))
@@ -46,11 +50,12 @@ class OnlineSoftmax:
             if const_expr(masked):
                 # A row that has seen no key yet: -inf minus -inf would be NaN.
                 shift = Float32(0.0) if row_max == -Float32.inf else shift
-            rescale = cute.math.exp2(self.row_max[r] * self.scale_log2 - shift, fastmath=True)
+            rises = rises | (row_max > self.row_max[r])
+            rescale[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - shift, fastmath=True)
             S[r, None].store(cute.math.exp2(scores * self.scale_log2 - shift, fastmath=True))
-            O[r, None].store(O[r, None].load() * rescale)
-            self.row_sum[r] = self.row_sum[r] * rescale + row_sum_of(S, r)
+            self.row_sum[r] = self.row_sum[r] * rescale[r] + row_sum_of(S, r)
             self.row_max[r] = row_max
+        return rescale, cute.arch.vote_any_sync(rises)
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor) -> cute.Tensor:
@@ -65,3 +70,11 @@ class OnlineSoftmax:
             log2_sum = cute.math.log2(row_sum, fastmath=True)
             lse[r] = -Float32.inf if no_key else (self.row_max[r] * self.scale_log2 + log2_sum) * math.log(2.0)
         return lse
+
+
+@cute.jit
+def rescale_rows(acc_O: cute.Tensor, rescale: cute.Tensor):
+    """O *= rescale, row by row: moves what was accumulated under the old maximum to the new one."""
+    O = as_rows_and_columns(acc_O)
+    for r in cutlass.range_constexpr(cute.size(O, mode=[0])):
+        O[r, None].store(O[r, None].load() * rescale[r])
