@@ -78,6 +78,7 @@ from fa_common.warp_tiles import (
     operand_registers,
     round_to_squares,
     store_squares,
+    thread_index_anew,
     visible_queries,
     warp_mma,
 )
@@ -116,6 +117,15 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Distances:
+    """Bytes between tiles that are read alike, known at compile time: one address register serves both."""
+
+    dO_from_Q: int
+    V_from_K: int
+    P_from_dS: int
+
+
+@dataclass(frozen=True)
 class Shares:
     """What this warp has of each mode."""
 
@@ -136,13 +146,13 @@ class Products:
     q: WarpOperand
     v: WarpOperand  # dP^T = V dO^T
     do: WarpOperand
-    p_t: WarpOperand | None  # dV = P^T dO, P^T from shared memory if warps split the queries
+    p_t: WarpOperand  # dV = P^T dO; P^T and dS^T are read from shared memory only if warps split the queries
     do_t: WarpOperand
-    ds_t: WarpOperand | None  # dK = dS^T Q
+    ds_t: WarpOperand  # dK = dS^T Q
     q_t: WarpOperand
     ds: WarpOperand  # dQ = dS K
     k_t: WarpOperand
-    P_squares: LaneRow | None  # where this warp writes P and dS
+    P_squares: LaneRow  # where this warp writes P and dS
     dS_squares: LaneRow
     acc_dV: cute.Tensor
     acc_dK: cute.Tensor
@@ -172,6 +182,11 @@ class Backward:
         self.tiles = QueryTiles(self.dtype, key.head_dim, key.config.tile_m, self.num_threads, packed)
         self.dq_warps = (key.config.query_warps, key.config.num_warps // key.config.query_warps)
         self.stage_bytes = key.config.tile_m * self.width * 2
+        self.distances = Distances(
+            dO_from_Q=STAGES * self.stage_bytes,
+            V_from_K=key.config.tile_n * self.width * 2,
+            P_from_dS=key.config.tile_m * key.config.tile_n * 2,
+        )
         self.splits_queries = key.config.num_warps > key.config.key_warps
 
     @cute.jit
@@ -237,17 +252,13 @@ class Backward:
     def storage_type(self):
         """Shared memory of the main kernel."""
         tile_m, tile_n, width, dtype = self.config.tile_m, self.config.tile_n, self.width, self.dtype
-        staged, rows, scores = STAGES * tile_m * width, tile_n * width, tile_m * tile_n
-        scores_P = scores if self.splits_queries else 0
+        queries, keys, scores = STAGES * tile_m * width, tile_n * width, tile_m * tile_n
 
         @cute.struct
         class Storage:
-            sQ: cute.struct.Align[cute.struct.MemRange[dtype, staged], 1024]
-            sdO: cute.struct.Align[cute.struct.MemRange[dtype, staged], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[dtype, rows], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[dtype, rows], 1024]
-            sdS: cute.struct.Align[cute.struct.MemRange[dtype, scores], 1024]
-            sP: cute.struct.Align[cute.struct.MemRange[dtype, scores_P], 1024]
+            sQ_dO: cute.struct.Align[cute.struct.MemRange[dtype, 2 * queries], 1024]
+            sK_V: cute.struct.Align[cute.struct.MemRange[dtype, 2 * keys], 1024]
+            sdS_P: cute.struct.Align[cute.struct.MemRange[dtype, scores * (1 + self.splits_queries)], 1024]
             statistics: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * 2 * tile_m], 128]
             dS_complete: cute.struct.MemRange[cutlass.Int64, 1]
 
@@ -277,21 +288,22 @@ class Backward:
     @cute.jit
     def shared(self, storage) -> Shared:
         """The tensors in shared memory, and the mbarrier ready for use behind the next barrier of the CTA."""
-        layout_Q = tile_layout(self.config.tile_m, self.width)
-        layout_K = tile_layout(self.config.tile_n, self.width)
-        layout_S = tile_layout(self.config.tile_m, self.config.tile_n)
+        shape_Q, shape_K = (self.config.tile_m, self.width), (self.config.tile_n, self.width)
+        sQ, sdO = twin_tiles(storage.sQ_dO, shape_Q, self.distances.dO_from_Q)
+        sK, sV = twin_tiles(storage.sK_V, shape_K, self.distances.V_from_K)
+        sdS, sP = twin_tiles(storage.sdS_P, (self.config.tile_m, self.config.tile_n), self.distances.P_from_dS)
         dS_complete = storage.dS_complete.data_ptr()
         if cute.arch.thread_idx()[0] == 0:
             cute.arch.mbarrier_init(dS_complete, self.config.num_warps)
         # Its first user comes behind the barrier at the top of `attend`'s loop.
         cute.arch.mbarrier_init_fence()
         return Shared(
-            sQ=storage.sQ.get_tensor(layout_Q),
-            sdO=storage.sdO.get_tensor(layout_Q),
-            sK=storage.sK.get_tensor(layout_K),
-            sV=storage.sV.get_tensor(layout_K),
-            sdS=storage.sdS.get_tensor(layout_S),
-            sP=storage.sP.get_tensor(layout_S) if self.splits_queries else None,
+            sQ=sQ,
+            sdO=sdO,
+            sK=sK,
+            sV=sV,
+            sdS=sdS,
+            sP=sP if self.splits_queries else None,
             statistics=storage.statistics.get_tensor(cute.make_layout((2 * self.config.tile_m,))),
             dS_complete=dS_complete,
         )
@@ -337,10 +349,11 @@ class Backward:
         tile_m, head = self.config.tile_m, work.head_kv * work.group + head_of_group
         copy = RowCopy.of(self.dtype, tile_m, self.head_dim, self.num_threads)
         num_rows = work.sequence.seqlen_q - m_block * tile_m
-        for m, s in ((mQ, shared.sQ), (mdO, shared.sdO)):
+        tsQsQ = copy.of_shared(shared.sQ)
+        for m, distance in ((mQ, 0), (mdO, self.distances.dO_from_Q)):
             g = cute.local_tile(work.sequence.queries(m, head), (tile_m, self.width), (m_block, 0))
-            tgg, tss = copy.of_global(g), copy.of_shared(s)
-            address = tss.iterator.toint() + stage * self.stage_bytes
+            tgg, tss = copy.of_global(g), tsQsQ
+            address = tsQsQ.iterator.toint() + stage * self.stage_bytes + distance
             tss = cute.make_tensor(shared_pointer(self.dtype, address, align=16), tss.layout)
             if num_rows >= tile_m:
                 copy.load(tgg, tss)
@@ -382,42 +395,40 @@ class Backward:
 
     def products(self, mma: cute.TiledMma, shared: Shared) -> Products:
         """This warp's operands and accumulators."""
-        shares = self.shares()
+        shares = self.shares(cute.arch.make_warp_uniform(cute.arch.warp_idx()))
         acc_dV, acc_dK = [
             cute.make_rmem_tensor(mma.partition_shape_C((shares.keys.size, shares.columns.size)), Float32)
             for _ in range(2)
         ]
         acc_dV.fill(0.0)
         acc_dK.fill(0.0)
-        p_t, ds_t, P_squares = None, None, None
-        first_square = (shares.queries.first, shares.keys.first)  # of P and dS, which are stored with queries as rows
-        if self.splits_queries:
-            p_t = WarpOperand.a(mma, shared.sP, shares.keys, transpose=True)
-            ds_t = WarpOperand.a(mma, shared.sdS, shares.keys, transpose=True)
-            P_squares = LaneRow.of(shared.sP, first_square, by_rows=False)
+        k, q = WarpOperand.a(mma, shared.sK, shares.keys), WarpOperand.b(mma, shared.sQ, shares.queries)
+        q_t = WarpOperand.b(mma, shared.sQ, shares.columns, transpose=True)
+        # P and dS are stored with queries as rows.
+        dS_squares = LaneRow.of(shared.sdS, (shares.queries.first, shares.keys.first), by_rows=False)
+        ds_t = WarpOperand.a(mma, shared.sdS, shares.keys, transpose=True)
         return Products(
             mma=mma,
             shares=shares,
-            k=WarpOperand.a(mma, shared.sK, shares.keys),
-            q=WarpOperand.b(mma, shared.sQ, shares.queries),
-            v=WarpOperand.a(mma, shared.sV, shares.keys),
-            do=WarpOperand.b(mma, shared.sdO, shares.queries),
-            p_t=p_t,
-            do_t=WarpOperand.b(mma, shared.sdO, shares.columns, transpose=True),
+            k=k,
+            q=q,
+            v=k.twin(self.distances.V_from_K),
+            do=q.twin(self.distances.dO_from_Q),
+            p_t=ds_t.twin(self.distances.P_from_dS),
+            do_t=q_t.twin(self.distances.dO_from_Q),
             ds_t=ds_t,
-            q_t=WarpOperand.b(mma, shared.sQ, shares.columns, transpose=True),
+            q_t=q_t,
             ds=WarpOperand.a(mma, shared.sdS, shares.dq_queries),
             k_t=WarpOperand.b(mma, shared.sK, shares.dq_columns, transpose=True),
-            P_squares=P_squares,
-            dS_squares=LaneRow.of(shared.sdS, first_square, by_rows=False),
+            P_squares=dS_squares.twin(self.distances.P_from_dS),
+            dS_squares=dS_squares,
             acc_dV=acc_dV,
             acc_dK=acc_dK,
         )
 
-    def shares(self) -> Shares:
-        """Of warp w: keys by w mod key_warps, queries of S^T and columns of dK and dV by the rest; likewise for dQ."""
+    def shares(self, index: Int32) -> Shares:
+        """Of a warp: keys by index mod key_warps, queries of S^T and columns of dK and dV by the rest; so for dQ."""
         config = self.config
-        index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         others = config.num_warps // config.key_warps
         dq_queries, dq_columns = dq_shares(config.tile_m, self.width, self.dq_warps)
         return Shares(
@@ -442,7 +453,6 @@ class Backward:
         """The five products of one query block."""
         m_block, _, stage = place
         mma, shares, moved = products.mma, products.shares, stage * self.stage_bytes
-        lse, delta = self.statistics(stage, shares.queries, shared)
         acc_S, acc_dP = [
             cute.make_rmem_tensor(mma.partition_shape_C((shares.keys.size, shares.queries.size)), Float32)
             for _ in range(2)
@@ -450,10 +460,12 @@ class Backward:
         rP, rdS = operand_registers(acc_S, self.dtype), operand_registers(acc_dP, self.dtype)
         acc_S.fill(0.0)
         multiply(mma, acc_S, products.k, products.q.shifted(moved))
+        lse = self.statistics(stage * 2, shares.queries, shared)
         self.probabilities(acc_S, rP, lse, m_block, (work, shares), scales)
         if const_expr(self.splits_queries):
             store_squares(rP, products.P_squares, (shares.keys, shares.queries), transpose=True)
         # dP starts at -delta, so that the product leaves dP - delta.
+        delta = self.statistics(stage * 2 + 1, shares.queries, shared)
         dP = as_rows_and_columns(acc_dP)
         for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
@@ -478,20 +490,15 @@ class Backward:
         multiply(mma, acc_dQ, products.ds, products.k_t)
         self.add_to_dq(acc_dQ, place, work, scratch)
 
-    def statistics(self, stage: Int32, queries: Share, shared: Shared) -> tuple:
-        """LSE in base 2 and delta of this thread's columns of S^T."""
-        first = stage * 2 * self.config.tile_m + queries.first + cute.arch.lane_idx() % QUAD * 2
+    def statistics(self, number: Int32, queries: Share, shared: Shared) -> list:
+        """LSE in base 2 or delta of this thread's columns of S^T: the number-th tile_m numbers."""
+        first = number * self.config.tile_m + queries.first + cute.arch.lane_idx() % QUAD * 2
         address = shared.statistics.iterator.toint() + first * 4
-        columns = []
-        for offset in (0, self.config.tile_m):
-            pairs = [
-                cute.make_tensor(
-                    shared_pointer(Float32, address + (offset + c) * 4, align=8), cute.make_layout((2,))
-                ).load()
-                for c in range(0, queries.size, 8)
-            ]
-            columns.append([pair[i] for pair in pairs for i in range(2)])
-        return tuple(columns)
+        pairs = [
+            cute.make_tensor(shared_pointer(Float32, address + c * 4, align=8), cute.make_layout((2,))).load()
+            for c in range(0, queries.size, 8)
+        ]
+        return [pair[i] for pair in pairs for i in range(2)]
 
     @cute.jit
     def probabilities(
@@ -558,7 +565,8 @@ class Backward:
     def store(self, work: Work, tensors: tuple, shared: Shared, products: Products, softmax_scale: Float32):
         """Scales dK, and sends dK and dV through sK and sV, so that whole 128-byte rows go out."""
         mdK, mdV = tensors[4], tensors[5]
-        tile_n, shares = self.config.tile_n, products.shares
+        thread = thread_index_anew()  # without: 8 B spilled over the loop
+        tile_n, shares = self.config.tile_n, self.shares(thread // THREADS_PER_WARP)
         first = (shares.keys.first, shares.columns.first)
         for i in cutlass.range_constexpr(cute.size(products.acc_dK)):
             products.acc_dK[i] = products.acc_dK[i] * softmax_scale
@@ -568,14 +576,21 @@ class Backward:
         for acc, s in ((products.acc_dK, shared.sK), (products.acc_dV, shared.sV)):
             rounded = operand_registers(acc, self.dtype)
             round_to_squares(acc, rounded)
-            store_squares(rounded, LaneRow.of(s, first, by_rows=True), (shares.keys, shares.columns), transpose=False)
+            rows = LaneRow.of(s, first, by_rows=True, lane=thread % THREADS_PER_WARP)
+            store_squares(rounded, rows, (shares.keys, shares.columns), transpose=False)
         # All of dK and dV is in shared memory before threads read what others wrote.
         cute.arch.sync_threads()
-        copy = RowCopy.of(self.dtype, tile_n, self.head_dim, self.num_threads)
+        copy = RowCopy.of(self.dtype, tile_n, self.head_dim, self.num_threads, thread)
         num_rows = work.sequence.seqlen_k - work.n_block * tile_n
         for m, s in ((mdK, shared.sK), (mdV, shared.sV)):
             g = cute.local_tile(work.sequence.keys(m, work.head_kv), (tile_n, self.width), (work.n_block, 0))
             copy.store_rows(copy.of_shared(s), copy.of_global(g), num_rows)
+
+
+def twin_tiles(memory, shape: tuple, num_bytes: int) -> tuple:
+    """Two tiles of 16-bit elements in one piece of shared memory, the second `num_bytes` behind the first."""
+    first = memory.get_tensor(tile_layout(*shape))
+    return first, cute.make_tensor(first.iterator + num_bytes // 2, first.layout)
 
 
 def compile_backward(key: KernelKey, options: str = ""):

@@ -315,14 +315,14 @@ class RowCopy:
     num_columns: int  # that global memory has
 
     @staticmethod
-    def of(dtype: type, rows: int, num_columns: int, num_threads: int) -> "RowCopy":
+    def of(dtype: type, rows: int, num_columns: int, num_threads: int, thread: Int32 | None = None) -> "RowCopy":
         asynchronous = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
         )
         synchronous = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
         thread = cute.make_tiled_copy_tv(
             asynchronous, cute.make_ordered_layout((num_threads // 8, 8), order=(1, 0)), cute.make_layout((1, CHUNK))
-        ).get_slice(cute.arch.thread_idx()[0])
+        ).get_slice(cute.arch.thread_idx()[0] if thread is None else thread)
         pieces = thread.partition_S(cute.make_identity_tensor((rows, whole_panels(num_columns))))
         return RowCopy(asynchronous, synchronous, thread, pieces, num_columns)
 

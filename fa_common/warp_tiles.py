@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fa_common.tiles import CHUNK, PANEL, QUAD, as_rows_and_columns, rounded_pair, shared_pointer, swizzled_offset
 
@@ -65,11 +65,12 @@ class LaneRow:
     address: Int32  # of the first square's, XOR included
     num_rows: int  # of the tile
     dtype: type
+    offset: int = 0  # bytes, a multiple of 128, from the tile that `address` points into to the one that is meant
 
     @staticmethod
-    def of(s: cute.Tensor, first: tuple, by_rows: bool) -> "LaneRow":
+    def of(s: cute.Tensor, first: tuple, by_rows: bool, lane: Int32 | None = None) -> "LaneRow":
         """`first` is the (row, column) of the warp's first square; `by_rows` is the order of the four matrices."""
-        lane = cute.arch.lane_idx()
+        lane = cute.arch.lane_idx() if lane is None else lane
         near, far = lane // 8 % 2 * 8, lane // 16 * 8
         down, across = (near, far) if by_rows else (far, near)
         num_rows = cute.product_each(s.shape)[0]
@@ -83,12 +84,16 @@ class LaneRow:
         with that of the swizzle.
         """
         address = self.address ^ (column % PANEL * 2)
-        address = address + (column // PANEL * (self.num_rows * PANEL) + row * PANEL) * 2
+        address = address + (self.offset + (column // PANEL * (self.num_rows * PANEL) + row * PANEL) * 2)
         return cute.make_tensor(shared_pointer(self.dtype, address, align=16), cute.make_layout((CHUNK,)))
 
     def shifted(self, num_bytes: Int32) -> "LaneRow":
         """The same of a tile that lies `num_bytes` further, a multiple of 128."""
         return replace(self, address=self.address + num_bytes)
+
+    def twin(self, num_bytes: int) -> "LaneRow":
+        """The same of a tile that always lies `num_bytes` further: an immediate offset, no other registers."""
+        return replace(self, offset=self.offset + num_bytes)
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,10 @@ class WarpOperand:
     def shifted(self, num_bytes: Int32) -> "WarpOperand":
         """The same of a tile that lies `num_bytes` further."""
         return replace(self, rows=self.rows.shifted(num_bytes))
+
+    def twin(self, num_bytes: int) -> "WarpOperand":
+        """The same of a tile that always lies `num_bytes` further, by the same address registers."""
+        return replace(self, rows=self.rows.twin(num_bytes), registers=cute.make_rmem_tensor_like(self.registers))
 
     @property
     def num_groups(self) -> int:
@@ -185,6 +194,22 @@ def add_four(pointer: cute.Pointer, values: tuple, *, loc=None, ip=None) -> None
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+@dsl_user_op
+def thread_index_anew(*, loc=None, ip=None) -> Int32:
+    """The thread's index, read at this place: behind a loop, what depends on it is computed there, where it would
+    otherwise wait in registers since before the loop."""
+    thread = llvm.inline_asm(
+        T.i32(),
+        [],
+        "mov.u32 $0, %tid.x;",
+        "=r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(thread)
 
 
 def four_floats(pointer: cute.Pointer) -> cute.Tensor:
