@@ -1,9 +1,12 @@
 """What FA2's kernels are built from: tiles and warps."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fa_common.capabilities import Capabilities
 from fa_common.problem import Problem
+from fa_common.report import SHARED_MEMORY_LIMIT
+from fa_common.switches import check, switch
 
 CAPABILITIES = Capabilities(
     archs=(90,),
@@ -14,29 +17,82 @@ CAPABILITIES = Capabilities(
     softcap=True,
     backward=False,
 )
+PANEL = 64  # columns; a tile is whole panels wide
+SHARE_PAD = 8  # floats after each row of a warp's share of O: four rows of a store then fall into different banks
+
+
+class CtaTile(NamedTuple):
+    """What one CTA works on."""
+
+    tile_m: int  # queries
+    tile_n: int  # keys per block
+    num_warps: int
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that changes the code FA2 generates, and nothing else.
+    """Everything that changes the code FA2's forward generates, and nothing else.
 
-    Raises ValueError when a tile does not fit the instructions: each warp owns `tile_m / num_warps` queries
-    ("split-Q"), 16 per `mma.sync`, and walks the keys 16 at a time.
+    All switches off is what FA1 costs, in FA2's order of loops. Raises ValueError when a tile does not fit the
+    instructions: each warp owns `tile_m / num_warps` queries, 16 per `mma.sync`, and walks the keys 16 at a time.
+
+    Without split_q a CTA has the tile of `split_k_tile`, FA1's: every warp then holds O of all the CTA's queries, and
+    tile_m of them would not fit into its registers.
     """
 
     tile_m: int = 128  # queries per CTA, shared out over the warps
-    tile_n: int = 128  # keys per block
-    num_warps: int = 8
+    tile_n: int = 64  # keys per block
+    num_warps: int = 4
+    stages: int = 1  # blocks of K and V in shared memory; from 2 on, a block has one barrier instead of two
+    q_in_registers: bool = False  # else Q is read from shared memory for every block
+    ctas_per_sm: int = 1  # for how many the registers must suffice
+    parallel_seqlen: bool = switch("query blocks over the grid", "FA2 3.2")  # else one CTA walks all of a head's
+    split_q: bool = switch("split-Q", "FA2 3.3")  # else the warps split the keys of a block and meet in shared memory
+    defer_normalize: bool = switch("one division at the end", "FA2 3.1")  # else O is normalised after every block
+    skip_masked_blocks: bool = switch("hidden blocks skipped", "FA2 3.1")  # else every block of keys is computed
+    separate_masking: bool = switch("masks at edges only", "FA2 3.1")  # else every block is masked
 
     def __post_init__(self):
+        check(self)
         rows = 4 * self.num_warps  # that the CTA copies at a time
-        if self.tile_m % (16 * self.num_warps):
+        if self.num_warps < 1 or self.tile_m < 1 or self.tile_m % (16 * self.num_warps):
             raise ValueError(
                 f"tile_m must be a multiple of 16 * num_warps = {16 * self.num_warps} (each warp owns whole rows, "
                 f"16 per mma.sync); got {self.tile_m}"
             )
-        if self.tile_n % 16 or self.tile_n % rows:
+        if self.tile_n < 1 or self.tile_n % 16 or self.tile_n % rows:
             raise ValueError(f"tile_n must be a multiple of 16 (one mma.sync's depth) and of {rows}; got {self.tile_n}")
+        if rows % 8:
+            raise ValueError(
+                f"num_warps must be even (copies take a multiple of 8 rows at a time); got {self.num_warps}"
+            )
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1 (a block of K and V to load into); got {self.stages}")
+        if self.ctas_per_sm < 1:
+            raise ValueError(f"ctas_per_sm must be at least 1; got {self.ctas_per_sm}")
+
+    def tile(self, head_dim: int) -> CtaTile:
+        """The tile of a CTA: the fields, or without split_q FA1's."""
+        if self.split_q:
+            return CtaTile(self.tile_m, self.tile_n, self.num_warps)
+        return split_k_tile(head_dim, self.stages)
+
+
+def split_k_tile(head_dim: int, stages: int) -> CtaTile:
+    """FA1's tile: four warps, as many queries as a warp can hold O of, and up to 64 keys for each warp, as many as
+    shared memory holds beside each warp's share of O."""
+    width, num_warps = -(-head_dim // PANEL) * PANEL, 4
+    tile_m, tile_n = 32 if width <= 64 else 16, 64 * num_warps
+    while tile_n > 16 * num_warps and split_k_bytes(tile_m, tile_n, width, stages) > SHARED_MEMORY_LIMIT:
+        tile_n //= 2
+    return CtaTile(tile_m, tile_n, num_warps)
+
+
+def split_k_bytes(tile_m: int, tile_n: int, width: int, stages: int, num_warps: int = 4) -> int:
+    """Shared memory without split_q: Q and stages of K and V, 16-bit; fp32 shares of O, maxima and sums of each warp,
+    and each row's rescaling."""
+    queries, keys = tile_m * width * 2, stages * 2 * tile_n * width * 2
+    return queries + keys + 4 * tile_m * (num_warps * (width + SHARE_PAD) + 2 * num_warps + 1)
 
 
 def default_config(problem: Problem) -> Config:

@@ -37,9 +37,10 @@ def bind_forward(kernel: Callable, problem: Problem, config: Config, num_sms: in
 
 
 def shape_forward(problem: Problem, config: Config, num_sms: int) -> LaunchShape:
-    """One CTA for each query block, head and batch."""
-    num_m_blocks = -(-problem.seqlen_q // config.tile_m)
-    return LaunchShape((num_m_blocks, problem.heads_q, problem.batch), 32 * config.num_warps)
+    """One CTA for each query block, head and batch; without parallel_seqlen for each head and batch."""
+    tile = config.tile(problem.head_dim)
+    num_m_blocks = -(-problem.seqlen_q // tile.tile_m) if config.parallel_seqlen else 1
+    return LaunchShape((num_m_blocks, problem.heads_q, problem.batch), 32 * tile.num_warps)
 
 
 def build_backward(key: KernelKey, options: str = "") -> Any:

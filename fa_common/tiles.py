@@ -11,7 +11,7 @@ Helpers without a decorator are plain Python at trace time; those under `cute.ji
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -300,6 +300,12 @@ def shared_pointer(dtype: type, address: Int32, align: int) -> cute.Pointer:
     return cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align)
 
 
+def moved(pieces: cute.Tensor, num_bytes: Int32) -> cute.Tensor:
+    """A thread's pieces of a shared tile, so many bytes further: in another stage. A multiple of 128."""
+    pointer = shared_pointer(pieces.element_type, pieces.iterator.toint() + num_bytes, align=16)
+    return cute.make_tensor(pointer, pieces.layout)
+
+
 @dataclass(frozen=True)
 class RowCopy:
     """This thread's share of copying a (rows, columns) tile between global and shared memory, 16 bytes at a time.
@@ -422,6 +428,16 @@ class Operand:
         address = s.iterator.toint() + swizzled_offset(first_row + row, column, num_rows) * 2
         registers = mma.make_fragment_B(mma.partition_shape_B(shape))
         return Operand(atom, address, num_rows, 16, transpose, copy.retile(registers), registers)
+
+    def moved(self, num_bytes: Int32) -> "Operand":
+        """The same operand, so many bytes further in shared memory: in another stage. A multiple of 128."""
+        return replace(self, address=self.address + num_bytes)
+
+    def load_all(self) -> None:
+        """Reads every ldmatrix.x4 of it."""
+        for k_step in range(cute.size(self.registers, mode=[2])):
+            for i in range(self.num_groups):
+                self.load(i, k_step)
 
     def load(self, i: int, k_step: int) -> None:
         """Reads one ldmatrix.x4: 16 rows of M or N, the i-th such group, by the 16 of a k-step."""
