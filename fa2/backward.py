@@ -49,7 +49,6 @@ from fa_common.compile import KernelKey
 from fa_common.query_tiles import PREPARE_THREADS, QueryTiles, Turns, dq_shares, scratch_tile
 from fa_common.tiles import (
     DTYPES,
-    QUAD,
     RowCopy,
     Sequence,
     as_rows_and_columns,
@@ -63,7 +62,6 @@ from fa_common.tiles import (
     multiply_registers,
     score_scales,
     shared_pointer,
-    tile_layout,
     whole_panels,
 )
 from fa_common.warp_tiles import (
@@ -75,10 +73,12 @@ from fa_common.warp_tiles import (
     four_floats,
     hide,
     is_masked,
+    numbers_of_columns,
     operand_registers,
     round_to_squares,
     store_squares,
     thread_index_anew,
+    twin_tiles,
     visible_queries,
     warp_mma,
 )
@@ -104,14 +104,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared-memory tensors; of sQ, sdO and statistics the first stage."""
+    """Shared-memory tensors; of sQ and statistics the first stage. `Distances` says where sdO and sP are."""
 
     sQ: cute.Tensor  # (tile_m, width)
-    sdO: cute.Tensor  # (tile_m, width)
     sK: cute.Tensor  # (tile_n, width)
     sV: cute.Tensor  # (tile_n, width)
     sdS: cute.Tensor  # (tile_m, tile_n)
-    sP: cute.Tensor | None  # (tile_m, tile_n)
     statistics: cute.Tensor  # LSE in base 2 of tile_m queries, then their delta
     dS_complete: cute.Pointer  # mbarrier; each warp arrives when its part of dS is written
 
@@ -289,9 +287,9 @@ class Backward:
     def shared(self, storage) -> Shared:
         """The tensors in shared memory, and the mbarrier ready for use behind the next barrier of the CTA."""
         shape_Q, shape_K = (self.config.tile_m, self.width), (self.config.tile_n, self.width)
-        sQ, sdO = twin_tiles(storage.sQ_dO, shape_Q, self.distances.dO_from_Q)
+        sQ, _ = twin_tiles(storage.sQ_dO, shape_Q, self.distances.dO_from_Q)
         sK, sV = twin_tiles(storage.sK_V, shape_K, self.distances.V_from_K)
-        sdS, sP = twin_tiles(storage.sdS_P, (self.config.tile_m, self.config.tile_n), self.distances.P_from_dS)
+        sdS, _ = twin_tiles(storage.sdS_P, (self.config.tile_m, self.config.tile_n), self.distances.P_from_dS)
         dS_complete = storage.dS_complete.data_ptr()
         if cute.arch.thread_idx()[0] == 0:
             cute.arch.mbarrier_init(dS_complete, self.config.num_warps)
@@ -299,11 +297,9 @@ class Backward:
         cute.arch.mbarrier_init_fence()
         return Shared(
             sQ=sQ,
-            sdO=sdO,
             sK=sK,
             sV=sV,
             sdS=sdS,
-            sP=sP if self.splits_queries else None,
             statistics=storage.statistics.get_tensor(cute.make_layout((2 * self.config.tile_m,))),
             dS_complete=dS_complete,
         )
@@ -460,12 +456,12 @@ class Backward:
         rP, rdS = operand_registers(acc_S, self.dtype), operand_registers(acc_dP, self.dtype)
         acc_S.fill(0.0)
         multiply(mma, acc_S, products.k, products.q.shifted(moved))
-        lse = self.statistics(stage * 2, shares.queries, shared)
+        lse = numbers_of_columns(shared.statistics, stage * 2 * self.config.tile_m, shares.queries)
         self.probabilities(acc_S, rP, lse, m_block, (work, shares), scales)
         if const_expr(self.splits_queries):
             store_squares(rP, products.P_squares, (shares.keys, shares.queries), transpose=True)
         # dP starts at -delta, so that the product leaves dP - delta.
-        delta = self.statistics(stage * 2 + 1, shares.queries, shared)
+        delta = numbers_of_columns(shared.statistics, (stage * 2 + 1) * self.config.tile_m, shares.queries)
         dP = as_rows_and_columns(acc_dP)
         for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
@@ -489,16 +485,6 @@ class Backward:
         acc_dQ.fill(0.0)
         multiply(mma, acc_dQ, products.ds, products.k_t)
         self.add_to_dq(acc_dQ, place, work, scratch)
-
-    def statistics(self, number: Int32, queries: Share, shared: Shared) -> list:
-        """LSE in base 2 or delta of this thread's columns of S^T: the number-th tile_m numbers."""
-        first = number * self.config.tile_m + queries.first + cute.arch.lane_idx() % QUAD * 2
-        address = shared.statistics.iterator.toint() + first * 4
-        pairs = [
-            cute.make_tensor(shared_pointer(Float32, address + c * 4, align=8), cute.make_layout((2,))).load()
-            for c in range(0, queries.size, 8)
-        ]
-        return [pair[i] for pair in pairs for i in range(2)]
 
     @cute.jit
     def probabilities(
@@ -565,7 +551,7 @@ class Backward:
     def store(self, work: Work, tensors: tuple, shared: Shared, products: Products, softmax_scale: Float32):
         """Scales dK, and sends dK and dV through sK and sV, so that whole 128-byte rows go out."""
         mdK, mdV = tensors[4], tensors[5]
-        thread = thread_index_anew()  # without: 8 B spilled over the loop
+        thread = thread_index_anew()  # without: 8 B spilled across the loop
         tile_n, shares = self.config.tile_n, self.shares(thread // THREADS_PER_WARP)
         first = (shares.keys.first, shares.columns.first)
         for i in cutlass.range_constexpr(cute.size(products.acc_dK)):
@@ -587,24 +573,14 @@ class Backward:
             copy.store_rows(copy.of_shared(s), copy.of_global(g), num_rows)
 
 
-def twin_tiles(memory, shape: tuple, num_bytes: int) -> tuple:
-    """Two tiles of 16-bit elements in one piece of shared memory, the second `num_bytes` behind the first."""
-    first = memory.get_tensor(tile_layout(*shape))
-    return first, cute.make_tensor(first.iterator + num_bytes // 2, first.layout)
-
-
 def compile_backward(key: KernelKey, options: str = ""):
     """Compiles the kernels of `key` for sm_90a, launched by one call with the arguments of `Backward.__call__`."""
     kernels, dtype, head_dim = Backward(key), DTYPES[key.dtype], key.head_dim
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, num_tiles = (cute.sym_int() for _ in range(6))
-    packed = key.sequences == "packed"
-    queries, keys = (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, head_dim)
-    lse = (heads_q, seqlen_q)
-    lengths = None
-    if packed:
-        lengths = fake_lengths(cute.sym_int())
-    else:
-        queries, keys, lse = (batch, *queries), (batch, *keys), (batch, *lse)
+    queries, keys, lse = (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, head_dim), (heads_q, seqlen_q)
+    lengths = fake_lengths(cute.sym_int())
+    if key.sequences != "packed":
+        queries, keys, lse, lengths = (batch, *queries), (batch, *keys), (batch, *lse), None
     return cute.compile(
         kernels,
         *(fake_sequences(dtype, shape) for shape in (queries, queries, keys, keys, queries)),

@@ -15,7 +15,7 @@ CAPABILITIES = Capabilities(
     varlen=True,
     window=True,
     softcap=True,
-    backward=False,
+    backward=True,
 )
 PANEL = 64  # columns; a tile is whole panels wide
 SHARE_PAD = 8  # floats after each row of a warp's share of O: four rows of a store then fall into different banks
@@ -130,23 +130,33 @@ class BackwardConfig:
                     f"{name} must be num_warps, a half or a quarter of it: the others share out panels of 64 columns, "
                     f"16 at least; got {number} of {self.num_warps}"
                 )
-        if self.tile_n % 64 or self.tile_n % rows or self.tile_n // self.key_warps not in (16, 32, 64):
+        if (
+            self.tile_n < 1
+            or self.tile_n % 64
+            or self.tile_n % rows
+            or self.tile_n // self.key_warps not in (16, 32, 64)
+        ):
             raise ValueError(
                 f"tile_n must be a multiple of 64 (a panel) and of {rows}, and 16, 32 or 64 times key_warps = "
                 f"{self.key_warps}; got {self.tile_n}"
             )
         others = self.num_warps // self.key_warps
-        if self.tile_m % rows or self.tile_m % (16 * others) or self.tile_m % (16 * self.query_warps):
+        multiples = (32, rows, 16 * others, 16 * self.query_warps)
+        if self.tile_m < 1 or any(self.tile_m % multiple for multiple in multiples):
             raise ValueError(
-                f"tile_m must be a multiple of {rows}, of 16 * num_warps / key_warps = {16 * others} and of "
-                f"16 * query_warps = {16 * self.query_warps}; got {self.tile_m}"
+                f"tile_m must be a multiple of 32 and of {rows} (rows copied at a time), of 16 * num_warps / key_warps "
+                f"= {16 * others} and of 16 * query_warps = {16 * self.query_warps}; got {self.tile_m}"
             )
 
 
 def default_backward_config(problem: Problem) -> BackwardConfig:
-    """The backward's tiles for this head_dim."""
+    """The backward's tiles for this head_dim and mask, that do not spill."""
+    bounded = problem.window != (None, None)
     if problem.head_dim <= 64:
         return BackwardConfig(tile_m=64, tile_n=128, num_warps=8, key_warps=8, query_warps=4)
-    if problem.head_dim <= 128:
+    # A window's bounds, a softcap, or whose turn it is: what few registers more than the plain kernels have.
+    if problem.head_dim <= 128 and not (bounded or problem.softcap or (problem.deterministic and problem.causal)):
         return BackwardConfig(tile_m=64, tile_n=128, num_warps=8, key_warps=4, query_warps=2)
+    if problem.head_dim > 192 and bounded and problem.softcap:
+        return BackwardConfig(tile_m=32, tile_n=64, num_warps=8, key_warps=4, query_warps=2)
     return BackwardConfig(tile_m=64, tile_n=64, num_warps=8, key_warps=4, query_warps=2)

@@ -20,7 +20,16 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from fa_common.tiles import CHUNK, PANEL, QUAD, as_rows_and_columns, rounded_pair, shared_pointer, swizzled_offset
+from fa_common.tiles import (
+    CHUNK,
+    PANEL,
+    QUAD,
+    as_rows_and_columns,
+    rounded_pair,
+    shared_pointer,
+    swizzled_offset,
+    tile_layout,
+)
 
 FAR = 2**30  # further than any tile reaches
 STEP = 16  # rows and columns of an ldmatrix.x4, and the depth of one mma.sync
@@ -148,6 +157,22 @@ def square(registers: cute.Tensor, number: int) -> cute.Tensor:
 def _first_and_depth(s: cute.Tensor, share: Share, transpose: bool) -> tuple:
     num_rows, num_columns = cute.product_each(s.shape)
     return ((Int32(0), share.first), num_rows) if transpose else ((share.first, Int32(0)), num_columns)
+
+
+def twin_tiles(memory, shape: tuple, num_bytes: int) -> tuple:
+    """Two tiles of 16-bit elements in one piece of shared memory, the second `num_bytes` behind the first."""
+    first = memory.get_tensor(tile_layout(*shape))
+    return first, cute.make_tensor(first.iterator + num_bytes // 2, first.layout)
+
+
+def numbers_of_columns(s: cute.Tensor, first: Int32, columns: Share) -> list:
+    """Of one fp32 number a column in shared memory, from `first` on, those of this thread's columns of a result."""
+    address = s.iterator.toint() + (first + columns.first + cute.arch.lane_idx() % QUAD * 2) * 4
+    pairs = [
+        cute.make_tensor(shared_pointer(Float32, address + c * 4, align=8), cute.make_layout((2,))).load()
+        for c in range(0, columns.size, 8)
+    ]
+    return [pair[i] for pair in pairs for i in range(2)]
 
 
 def operand_registers(acc: cute.Tensor, dtype: type) -> cute.Tensor:
