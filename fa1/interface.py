@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fa1 import algorithm
-from fa1.config import CAPABILITIES, Config, default_config
+from fa1.config import CAPABILITIES, FLOATS, LANES, ROWS, Config, default_config, whole_pieces
 from fa_common.compile import KernelKey
-from fa_common.generation import Generation, Launch, LaunchShape
+from fa_common.generation import Generation, Launch, LaunchShape, num_query_tiles
 from fa_common.problem import Problem
 
 
@@ -21,13 +20,26 @@ def build_forward(key: KernelKey, options: str = "") -> Any:
 
 
 def bind_forward(kernel: Callable, problem: Problem, config: Config, num_sms: int) -> Launch:
-    """The launch of `kernel`, with a workspace: O and its statistics go to HBM at each visit."""
-    batch, heads, seqlen_q, softmax_scale = problem.batch, problem.heads_q, problem.seqlen_q, problem.softmax_scale
+    """The launch of `kernel` with the problem's numbers; those that its KernelKey leaves out are ignored.
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: None) -> None:
-        o_acc = q.new_empty((batch, heads, seqlen_q, problem.head_dim), dtype=torch.float32)
-        row_max, row_sum = q.new_empty((2, batch, heads, seqlen_q), dtype=torch.float32)
-        kernel(q, k, v, out, lse, o_acc, row_max, row_sum, softmax_scale)
+    With a workspace: O, m and l go to HBM at each visit, and have a slot for each query block.
+    """
+    numbers = (problem.softmax_scale, problem.softcap, *problem.bounds)
+    slots = (problem.heads_q, num_query_tiles(problem, config.tile_m))
+    shape_of_O = (*slots, config.tile_m // ROWS, whole_pieces(problem.head_dim, config.num_warps), LANES, FLOATS)
+    shape_of_statistics = (*slots, config.tile_m, 2)
+
+    def launch(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+    ) -> None:
+        o_acc, statistics = lse.new_empty(shape_of_O), lse.new_empty(shape_of_statistics)
+        kernel(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, o_acc, statistics, *numbers)
 
     return launch
 
