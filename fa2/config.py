@@ -45,6 +45,7 @@ class Config:
     num_warps: int = 4
     stages: int = 1  # blocks of K and V in shared memory; from 2 on, a block has one barrier instead of two
     q_in_registers: bool = False  # else Q is read from shared memory for every block
+    branch_to_rescale: bool = True  # O, where a maximum rose; else by predicates, under which other tiles do not spill
     ctas_per_sm: int = 1  # for how many the registers must suffice
     parallel_seqlen: bool = switch("query blocks over the grid", "FA2 3.2")  # else one CTA walks all of a head's
     split_q: bool = switch("split-Q", "FA2 3.3")  # else the warps split the keys of a block and meet in shared memory
@@ -96,13 +97,13 @@ def split_k_bytes(tile_m: int, tile_n: int, width: int, stages: int, num_warps: 
 
 
 def default_config(problem: Problem) -> Config:
-    """The tiles measured fastest on an H200 for this head_dim, among those that do not spill."""
-    # Timed at head_dim 64 and 128; beyond 128, tiles that fit and do not spill.
+    """Tiles for this head_dim that fit and do not spill, two CTAs of four warps on an SM."""
     if problem.head_dim <= 64:
-        return Config(tile_m=128, tile_n=64, num_warps=4)
+        return Config(tile_m=128, tile_n=64)
     if problem.head_dim <= 128:
-        return Config(tile_m=128, tile_n=128, num_warps=8)
-    return Config(tile_m=128, tile_n=32, num_warps=8)
+        # 32 rows a warp: each ldmatrix of K or V feeds twice as many mma.sync as with 16.
+        return Config(tile_m=128, tile_n=48, branch_to_rescale=False)
+    return Config(tile_m=64, tile_n=64)
 
 
 @dataclass(frozen=True)

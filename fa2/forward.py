@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.cute.runtime import make_fake_stream
 
@@ -33,6 +33,7 @@ from fa2.split_k import FLOATS, Merged, SplitK, split_k_memory
 from fa_common.compile import KernelKey
 from fa_common.tiles import (
     DTYPES,
+    Backwards,
     KeyBlocks,
     Operand,
     RowCopy,
@@ -53,6 +54,7 @@ from fa_common.tiles import (
     score_scales,
     store_accumulator,
     tile_layout,
+    times,
     visible_blocks,
     whole_panels,
 )
@@ -87,9 +89,9 @@ class Copies:
     """This thread's share of the copies of K and V."""
 
     kv: RowCopy
-    tKgK: cute.Tensor  # (16 B, rows, panels, n_blocks)
+    tKgK: Backwards  # (16 B, rows, panels) of block after block, from the last visible one
     tKsK: cute.Tensor  # (16 B, rows, panels), of the first stage
-    tVgV: cute.Tensor
+    tVgV: Backwards
     tVsV: cute.Tensor
 
 
@@ -132,6 +134,7 @@ class Forward:
         self.load_first = self.load_first_block if config.stages == 1 else self.load_first_stages
         self.block = self.block_in_place if config.stages == 1 else self.block_staged
         self.update = self.update_deferred if config.defer_normalize else self.update_normalized
+        self.rescale = self.rescale_by_branch if config.branch_to_rescale else self.rescale_by_predicate
         self.store = self.store_rows
         if not config.split_q:
             self.update, self.store = self.update_split_k, self.store_split_k
@@ -276,9 +279,9 @@ class Forward:
         kv_copy = RowCopy.of(self.dtype, tile_n, self.head_dim, self.num_threads)
         copies = Copies(
             kv=kv_copy,
-            tKgK=kv_copy.of_global(gK),
+            tKgK=Backwards.of(kv_copy.of_global(gK), tile.blocks.end - 1),
             tKsK=kv_copy.of_shared(shared.sK),
-            tVgV=kv_copy.of_global(gV),
+            tVgV=Backwards.of(kv_copy.of_global(gV), tile.blocks.end - 1),
             tVsV=kv_copy.of_shared(shared.sV),
         )
         tQgQ, tQsQ = q_copy.of_global(gQ), q_copy.of_shared(shared.sQ)
@@ -290,8 +293,7 @@ class Forward:
     def load_first_block(self, tile: Tile, copies: Copies):
         """Starts the copy of the last visible block of K, the only one that may be ragged: rows past the end zeroed."""
         n_block = tile.blocks.end - 1
-        tKgK = copies.tKgK[None, None, None, n_block]
-        copies.kv.load_rows(tKgK, copies.tKsK, tile.sequence.seqlen_k - n_block * self.tile_n)
+        copies.kv.load_rows(copies.tKgK.next(), copies.tKsK, tile.sequence.seqlen_k - n_block * self.tile_n)
         # Q and the last visible block of K are one group; the first `block` waits for it.
         cute.arch.cp_async_commit_group()
 
@@ -301,8 +303,8 @@ class Forward:
         n_block = tile.blocks.end - 1
         num_rows = tile.sequence.seqlen_k - n_block * self.tile_n
         offset = self.stage_offset(n_block)
-        copies.kv.load_rows(copies.tKgK[None, None, None, n_block], moved(copies.tKsK, offset), num_rows)
-        copies.kv.load_rows(copies.tVgV[None, None, None, n_block], moved(copies.tVsV, offset), num_rows)
+        copies.kv.load_rows(copies.tKgK.next(), moved(copies.tKsK, offset), num_rows)
+        copies.kv.load_rows(copies.tVgV.next(), moved(copies.tVsV, offset), num_rows)
         # Q and the last visible block of K and V are one group; the first `block` waits for it.
         cute.arch.cp_async_commit_group()
         for i in cutlass.range_constexpr(1, self.config.stages - 1):
@@ -313,8 +315,8 @@ class Forward:
         """Starts the copies of K and V of a block, which is whole, into its stage; of none in front of the first."""
         if n_block >= tile.blocks.begin:
             offset = self.stage_offset(n_block)
-            copies.kv.load(copies.tKgK[None, None, None, n_block], moved(copies.tKsK, offset))
-            copies.kv.load(copies.tVgV[None, None, None, n_block], moved(copies.tVsV, offset))
+            copies.kv.load(copies.tKgK.next(), moved(copies.tKsK, offset))
+            copies.kv.load(copies.tVgV.next(), moved(copies.tVsV, offset))
         # K and V of n; its `block` waits for it. A group even if it is empty: groups are counted.
         cute.arch.cp_async_commit_group()
 
@@ -405,7 +407,7 @@ class Forward:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if n_block > tile.blocks.begin:
-            copies.kv.load(copies.tKgK[None, None, None, n_block - 1], copies.tKsK)
+            copies.kv.load(copies.tKgK.next(), copies.tKsK)
         # K of n - 1; the next `block` waits for it.
         cute.arch.cp_async_commit_group()
         self.prepare_scores(n_block, masked, tile, products, softmax)
@@ -444,11 +446,22 @@ class Forward:
         """P and O += P V, from S."""
         rescale, rises = softmax.step(products.acc_S, masked)
         round_to_operand_a(products.acc_S, products.rP)
-        # A branch, for two reasons: few blocks raise a maximum, and ptxas, which would mix the exponentials into P V
-        # and run out of registers, does not schedule across it (docs/dsl-notes.md).
-        if rises:
-            rescale_rows(products.acc_O, rescale)
+        self.rescale(products.acc_O, rescale, rises)
         multiply_registers(products.mma, products.acc_O, products.rP, v)
+
+    @cute.jit
+    def rescale_by_branch(self, acc_O: cute.Tensor, rescale: cute.Tensor, rises: Boolean):
+        """O *= rescale where a maximum rose, which it does in ever fewer blocks: a branch, across which ptxas does not
+        schedule. Else it mixes the exponentials into P V, and keeps P in fp32 meanwhile (docs/dsl-notes.md)."""
+        for _ in cutlass.range(times(rises), unroll=1):
+            rescale_rows(acc_O, rescale)
+
+    @cute.jit
+    def rescale_by_predicate(self, acc_O: cute.Tensor, rescale: cute.Tensor, rises: Boolean):
+        """O *= rescale where a maximum rose: ptxas makes predicates of this `if`, and one block of it all."""
+        if rises:
+            cute.arch.sync_warp()
+            rescale_rows(acc_O, rescale)
 
     @cute.jit
     def update_normalized(self, masked: cutlass.Constexpr, products: Products, softmax: OnlineSoftmax, v: Operand):
@@ -456,8 +469,7 @@ class Forward:
         rescale, _ = softmax.step(products.acc_S, masked)
         weight, inverse = softmax.weights(rescale)
         round_to_operand_a(products.acc_S, products.rP)
-        if softmax.scale_log2 > 0.0:  # always, which ptxas must not know: see `update_deferred`
-            rescale_rows(products.acc_O, weight)
+        self.rescale(products.acc_O, weight, softmax.scale_log2 > 0.0)  # always, which ptxas must not know
         multiply_registers(products.mma, products.acc_O, products.rP, v)
         rescale_rows(products.acc_O, inverse)
 
@@ -475,7 +487,7 @@ class Forward:
     @cute.jit
     def load_values(self, n_block: Int32, masked: cutlass.Constexpr, tile: Tile, copies: Copies):
         """Starts the copy of V of block n; the masked blocks hold the ragged one, whose missing rows become zeros."""
-        tVgV = copies.tVgV[None, None, None, n_block]
+        tVgV = copies.tVgV.next()
         if const_expr(masked):
             num_rows = tile.sequence.seqlen_k - n_block * self.tile_n
             copies.kv.load_rows(tVgV, copies.tVsV, num_rows)

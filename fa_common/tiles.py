@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
@@ -50,6 +50,25 @@ def as_operand_a(acc_layout: cute.Layout) -> cute.Layout:
     (s0, s1), s_m, (s2, s3) = halves.shape
     (d0, d1), d_m, (d2, d3) = halves.stride
     return cute.make_layout(((s0, s1, s2), s_m, s3), stride=((d0, d1, d2), d_m, d3))
+
+
+@dsl_user_op
+def times(condition: Boolean, *, loc=None, ip=None) -> Int32:
+    """1 if it holds, else 0, in a way that hides from the compiler that it is no larger: `for _ in range(times(c))`.
+
+    What ptxas would turn from a branch into predicates stays a branch, across which it does not schedule.
+    """
+    number = Int32(condition, loc=loc, ip=ip)
+    hidden = llvm.inline_asm(
+        T.i32(),
+        [number.ir_value(loc=loc, ip=ip)],
+        "mov.b32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(hidden)
 
 
 @dsl_user_op
@@ -164,7 +183,10 @@ def score_scales(softmax_scale: Float32, softcap: Float32 | None) -> tuple:
 
 
 def quad_max(x: Float32) -> Float32:
-    return cute.arch.warp_reduction_max(x, threads_in_group=QUAD)
+    """The maximum of a quad's four lanes, one instruction a step: warp_reduction_max takes four, for NaN's sake."""
+    for offset in (2, 1):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+    return x
 
 
 def quad_sum(x: Float32) -> Float32:
@@ -304,6 +326,34 @@ def moved(pieces: cute.Tensor, num_bytes: Int32) -> cute.Tensor:
     """A thread's pieces of a shared tile, so many bytes further: in another stage. A multiple of 128."""
     pointer = shared_pointer(pieces.element_type, pieces.iterator.toint() + num_bytes, align=16)
     return cute.make_tensor(pointer, pieces.layout)
+
+
+@dataclass(frozen=True)
+class Backwards:
+    """This thread's pieces of a global tile, block after block, from some block down to the first.
+
+    One address that steps down, carried through the loop. The compiler would compute it anew from head, batch and
+    strides in every block: a tenth of fa2's instructions.
+    """
+
+    address: cute.Tensor  # (1,) Int64, in registers
+    step: Int64  # bytes from one block to the next
+    dtype: type
+    layout: cute.Layout  # of a block's pieces, (16 B, rows, panels)
+
+    @staticmethod
+    def of(pieces: cute.Tensor, n_block: Int32) -> "Backwards":
+        """From pieces (16 B, rows, panels, n_blocks), beginning at `n_block`."""
+        address = cute.make_rmem_tensor((1,), Int64)
+        address[0] = pieces[None, None, None, n_block].iterator.toint()
+        step = Int64(pieces.stride[3]) * (pieces.element_type.width // 8)
+        return Backwards(address, step, pieces.element_type, cute.select(pieces.layout, mode=[0, 1, 2]))
+
+    def next(self) -> cute.Tensor:
+        """The pieces of this block; the next call gives those of the block before it."""
+        pointer = cute.make_ptr(self.dtype, self.address[0], cute.AddressSpace.gmem, assumed_align=16)
+        self.address[0] = self.address[0] - self.step
+        return cute.make_tensor(pointer, self.layout)
 
 
 @dataclass(frozen=True)
