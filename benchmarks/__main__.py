@@ -15,6 +15,7 @@ import benchmarks.gpu_tests
 import benchmarks.report
 import benchmarks.shapes
 import benchmarks.sustained
+import benchmarks.tiles
 import benchmarks.without_gpu
 from benchmarks import machine
 from benchmarks.peers import PEERS
@@ -63,6 +64,23 @@ def one_with_switches(text: str) -> str:
     return text
 
 
+def space_of(version: str, given: Sequence[str]) -> dict[str, tuple]:
+    """What to search: FIELD=VALUE,VALUE each, numbers or true and false; where nothing is given the generation's own."""
+    words = {"true": True, "false": False}
+    space = {}
+    for text in given:
+        field, _, values = text.partition("=")
+        try:
+            space[field.strip()] = tuple(
+                words[word] if (word := value.strip().lower()) in words else int(word) for value in values.split(",")
+            )
+        except ValueError:
+            raise typer.BadParameter(
+                f"FIELD=VALUE,VALUE is needed, values numbers, true or false; got {text!r}"
+            ) from None
+    return space or dict(benchmarks.tiles.SPACES[version])
+
+
 def problems_of(*arguments: Any, **shape: int) -> list[Problem]:
     """`grid`, or the option's error where there are no such problems."""
     try:
@@ -94,6 +112,7 @@ SHAPES = typed(
     seqlen=benchmarks.shapes.SEQLENS,
     versions=benchmarks.shapes.VERSIONS,
 )
+TILES = typed(head_dim=benchmarks.tiles.HEAD_DIMS, mask=benchmarks.tiles.MASKS, seqlen=benchmarks.tiles.SEQLENS)
 SUSTAINED = typed(versions=benchmarks.sustained.VERSIONS, peers=benchmarks.sustained.DEFAULT_PEERS)
 DECODE = typed(
     batch=benchmarks.decode.BATCHES,
@@ -172,6 +191,43 @@ def ablate(
     if nothing_measured(out):
         raise typer.Exit(benchmarks.ablate.compile_only(version, problems, out))
     raise typer.Exit(benchmarks.ablate.ablate(version, problems, Budget(rounds=repeats), results, picture, out))
+
+
+@app.command()
+def tiles(
+    version: Annotated[str, typer.Option(help=f"One of {', '.join(GENERATIONS)}.")] = benchmarks.tiles.VERSION,
+    head_dim: HeadDims = TILES["head_dim"],
+    mask: Masks = TILES["mask"],
+    causal: Causal = False,
+    seqlen: Seqlens = TILES["seqlen"],
+    pass_: Annotated[
+        str, typer.Option("--pass", help=f"One of {', '.join(benchmarks.tiles.PASSES)}.")
+    ] = benchmarks.tiles.PASSES[0],
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=V,V", help="Values of a field of its Config; again for each field."),
+    ] = None,
+    repeats: Rounds = benchmarks.tiles.ROUNDS,
+    results: Results = RESULTS,
+) -> None:
+    """Search one generation's tiles, warps and stages for the fastest of each problem.
+
+    On a Hopper GPU every candidate is checked, then all are timed in turns, and the rows kept. Anywhere else it shows
+    what each is compiled to.
+    """
+    out = console()
+    for text, choices in ((version, GENERATIONS), (pass_, benchmarks.tiles.PASSES)):
+        if text not in choices:
+            raise typer.BadParameter(f"{text}: choose from {', '.join(choices)}")
+    problems = problems_of(head_dim, ("causal",) if causal else mask, seqlen)
+    space = space_of(version, fields or ())
+    try:
+        benchmarks.tiles.candidates(version, problems[0], space)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if nothing_measured(out):
+        raise typer.Exit(benchmarks.tiles.compile_only(version, problems, space, out))
+    raise typer.Exit(benchmarks.tiles.search(version, problems, space, Budget(rounds=repeats), results, out))
 
 
 @app.command()
