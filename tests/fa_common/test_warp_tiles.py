@@ -1,6 +1,7 @@
 """Where lanes read and write in products that split both modes, without a GPU: ldmatrix, stmatrix and mma.sync as the
 PTX manual defines them, on 32 lanes at a time, at the addresses that warp_tiles computes."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 import fa_common.warp_tiles as warp_tiles
+from fa_common.masks import BlockMask, Mask
 from fa_common.tiles import swizzled_offset, whole_panels
 from fa_common.warp_tiles import LaneRow, Share
 
@@ -152,3 +154,34 @@ def test_results_come_back_as_they_were(keys, queries, transpose):
                     stmatrix(tile, rows.at(*((n, m) if transpose else (m, n))), registers, transpose)
     found = tile.values.T if transpose else tile.values
     np.testing.assert_array_equal(found[:, : queries[0]][: keys[0]], values)
+
+
+# ---- Masks seen from the keys
+
+
+@pytest.fixture
+def plain_numbers(monkeypatch):
+    monkeypatch.setattr(warp_tiles, "cutlass", SimpleNamespace(min=min, max=max))
+    monkeypatch.setattr(warp_tiles, "const_expr", lambda value: value)
+    monkeypatch.setattr(warp_tiles, "Int32", int)
+
+
+@pytest.mark.parametrize("tiles", [(64, 128), (64, 64), (32, 128)], ids=str)
+def test_blocks_are_those_of_the_mask(plain_numbers, tiles):
+    """The query blocks of each key block, which of them are masked, and whose turn it is at a query block."""
+    tile_m, tile_n = tiles
+    lengths = [1, 2, 63, 64, 65, 127, 130, 257, 300, 513]
+    windows = [(None, None), (0, 0), (5, 0), (0, 9), (100, None), (None, 70), (64, 64), (130, 3), (1000, 1000)]
+    for seqlens, window in product(product(lengths, lengths), windows):
+        blocks = BlockMask(Mask(*seqlens, window=window), tile_m, tile_n)
+        seen_by = {m: [] for m in range(blocks.num_m_blocks)}
+        for n in range(blocks.num_n_blocks):
+            begin, end = warp_tiles.visible_queries((n * tile_n, tile_n), tile_m, seqlens, window)
+            assert list(range(begin, end)) == list(blocks.m_blocks(n)), (seqlens, window, n)
+            for m in range(begin, end):
+                seen_by[m].append(n)
+                masked = warp_tiles.is_masked((m * tile_m, n * tile_n), tiles, seqlens, window)
+                assert masked or blocks.is_full(m, n), (seqlens, window, m, n)
+        for m, seen in seen_by.items():
+            first = warp_tiles.first_key_block(m * tile_m, tile_n, seqlens, window)
+            assert seen == list(range(first, first + len(seen))), (seqlens, window, m)
