@@ -76,3 +76,50 @@ def default_config(problem: Problem) -> Config:
         return Config(tile_m=16, tile_n=128, q_splits=q_splits)
     # With the numbers of a window or a softcap the registers have no room for K and V; beyond 128 columns neither.
     return Config(tile_m=16, tile_n=128, kv_in_registers=False, share_stages=1, q_splits=q_splits)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Everything that changes the code of FA1's backward, and nothing else.
+
+    `key_warps` warps split the keys of a block ("split-K"); if there are twice as many warps, two share the keys and
+    each has half of the columns of dK, dV and dQ. Raises ValueError when a tile does not fit the instructions.
+    """
+
+    tile_m: int = 32  # queries per inner visit
+    tile_n: int = 128  # keys per outer block
+    num_warps: int = 4
+    key_warps: int = 4
+    kv_splits: int = 1  # CTAs that share one head's key blocks; 1 = the paper's grid of batch x heads
+
+    def __post_init__(self):
+        if self.num_warps not in (4, 8):
+            raise ValueError(f"num_warps must be 4 or 8 (they share out the sum of dQ evenly); got {self.num_warps}")
+        if self.key_warps not in (self.num_warps, self.num_warps // 2):
+            raise ValueError(
+                f"key_warps must be num_warps or half of it (two warps share keys then); got {self.key_warps} of "
+                f"{self.num_warps}"
+            )
+        if self.tile_m < 1 or self.tile_m % 32:
+            raise ValueError(f"tile_m must be a multiple of 32 (rows copied at a time); got {self.tile_m}")
+        if self.tile_n not in (16 * self.key_warps, 32 * self.key_warps, 64 * self.key_warps):
+            raise ValueError(f"tile_n must be 16, 32 or 64 times key_warps = {self.key_warps}; got {self.tile_n}")
+        if self.kv_splits < 1:
+            raise ValueError(f"kv_splits must be at least 1 (the paper's grid); got {self.kv_splits}")
+
+
+def default_backward_config(problem: Problem) -> BackwardConfig:
+    """Tiles that fit and do not spill, and enough splits of the keys to fill 132 SMs, unless the sum of dQ must have
+    one order: that is the paper's grid.
+
+    Splits double until a wave of CTAs is full (two on an SM with head_dim up to 64), while each has a key block.
+    """
+    narrow = problem.head_dim <= 64
+    tile_n, kv_splits = 128 if problem.head_dim <= 128 else 64, 1
+    ctas, enough = problem.batch * problem.heads_kv, (256 if narrow else 128)
+    while not problem.deterministic and ctas * kv_splits < enough and kv_splits * tile_n < problem.seqlen_k:
+        kv_splits *= 2
+    if narrow:
+        return BackwardConfig(32, tile_n, num_warps=4, key_warps=4, kv_splits=kv_splits)
+    key_warps = 8 if problem.head_dim <= 128 else 4
+    return BackwardConfig(32, tile_n, num_warps=8, key_warps=key_warps, kv_splits=kv_splits)
