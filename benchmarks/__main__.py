@@ -65,7 +65,7 @@ def one_with_switches(text: str) -> str:
 
 
 def space_of(version: str, given: Sequence[str]) -> dict[str, tuple]:
-    """What to search: FIELD=VALUE,VALUE each, numbers or true and false; where nothing is given the generation's own."""
+    """What to search: FIELD=VALUE,VALUE each, numbers or true and false; if nothing is given the generation's own."""
     words = {"true": True, "false": False}
     space = {}
     for text in given:
