@@ -18,6 +18,7 @@ CAPABILITIES = Capabilities(
     backward=True,
 )
 PANEL = 64  # columns; a tile is whole panels wide
+WALKING_KEYS = 32
 SHARE_PAD = 8  # floats after each row of a warp's share of O: four rows of a store then fall into different banks
 
 
@@ -37,7 +38,7 @@ class Config:
     instructions: each warp owns `tile_m / num_warps` queries, 16 per `mma.sync`, and walks the keys 16 at a time.
 
     Without split_q a CTA has the tile of `split_k_tile`, FA1's: every warp then holds O of all the CTA's queries, and
-    tile_m of them would not fit into its registers.
+    tile_m of them would not fit into its registers. Without parallel_seqlen a block may have fewer keys: see `tile`.
     """
 
     tile_m: int = 128  # queries per CTA, shared out over the warps
@@ -73,10 +74,15 @@ class Config:
             raise ValueError(f"ctas_per_sm must be at least 1; got {self.ctas_per_sm}")
 
     def tile(self, head_dim: int) -> CtaTile:
-        """The tile of a CTA: the fields, or without split_q FA1's."""
-        if self.split_q:
-            return CtaTile(self.tile_m, self.tile_n, self.num_warps)
-        return split_k_tile(head_dim, self.stages)
+        """The tile of a CTA: the fields, or without split_q FA1's.
+
+        Without parallel_seqlen the loop over query blocks takes registers of its own: beyond head_dim 64 a block has no
+        more than WALKING_KEYS keys.
+        """
+        if not self.split_q:
+            return split_k_tile(head_dim, self.stages)
+        walks = not self.parallel_seqlen and head_dim > 64
+        return CtaTile(self.tile_m, min(self.tile_n, WALKING_KEYS) if walks else self.tile_n, self.num_warps)
 
 
 def split_k_tile(head_dim: int, stages: int) -> CtaTile:

@@ -13,10 +13,13 @@ Time to the right (S = Q K of a block, P = softmax of it, O = P V of it):
     cp.async  | Q K3 | V3 | K2      | V2 | K1      | V1 | K0      | V0 |
     warps     |      | S3 | P3 O3   | S2 | P2 O2   | S1 | P1 O1   | S0 | P0 O0
 
-shared memory, bytes (16-bit types; width: head_dim, up to whole panels of 64)
+With several stages K and V of a block arrive together, ahead, behind one barrier. Where a switch is off, another method
+takes its place: see __init__.
+
+shared memory, bytes (16-bit types; stages s; width: head_dim, up to whole panels of 64)
     sQ      tile_m * width * 2             O leaves through the same rows
-    sK, sV  tile_n * width * 2 each
-registers a thread (d = 128, 128 x 128, 8 warps): O 64, S 64, P 32
+    sK, sV  tile_n * width * 2 * s each
+registers a thread (d = 128, 128 x 48, 4 warps): O 128, S 48, P 24
 """
 
 from dataclasses import dataclass

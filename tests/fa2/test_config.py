@@ -95,6 +95,12 @@ def test_the_grid_without_sequence_parallelism_is_heads_and_batch():
     assert shape_forward(problem, without(config, "split_q"), 132).grid == (-(-1000 // 32), 8, 3)
 
 
+def test_a_walking_cta_has_fewer_keys_where_registers_are_short():
+    assert Config(tile_n=48, parallel_seqlen=False).tile(128) == (128, 32, 4)
+    assert Config(tile_n=64, parallel_seqlen=False).tile(64) == (128, 64, 4)
+    assert Config(tile_n=48).tile(128) == (128, 48, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "split_q"])
 def test_shared_memory_is_what_the_kernel_asks_for(name):
