@@ -51,11 +51,14 @@ class OnlineSoftmax:
             scores = S[r, None].load()
             row_max = quad_max(scores.reduce(cute.ReductionOp.MAX, self.row_max[r], 0))
             shift = row_max * self.scale_log2
+            # So that `rescale` is exactly 1 where the maximum stays; of a difference of products one is not rounded (FMA).
+            fall = self.row_max[r] - row_max
             if const_expr(masked):
                 # A row that has seen no key yet: -inf minus -inf would be NaN.
-                shift = Float32(0.0) if row_max == -Float32.inf else shift
+                no_key = row_max == -Float32.inf
+                shift, fall = Float32(0.0) if no_key else shift, Float32(0.0) if no_key else fall
             rises = rises | (row_max > self.row_max[r])
-            rescale[r] = cute.math.exp2(self.row_max[r] * self.scale_log2 - shift, fastmath=True)
+            rescale[r] = cute.math.exp2(fall * self.scale_log2, fastmath=True)
             S[r, None].store(cute.math.exp2(scores * self.scale_log2 - shift, fastmath=True))
             self.row_sum[r] = self.row_sum[r] * rescale[r] + row_sum_of(S, r)
             self.row_max[r] = row_max

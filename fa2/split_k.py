@@ -104,13 +104,15 @@ class SplitK:
             for w in cutlass.range_constexpr(cute.size(self.warp_max, mode=[1])):
                 row_max = cute.arch.fmax(row_max, self.warp_max[row, w])
             # A row that has seen no key yet: -inf minus -inf would be NaN.
-            shift = Float32(0.0) if row_max == -Float32.inf else row_max * softmax.scale_log2
+            no_key = row_max == -Float32.inf
+            shift = Float32(0.0) if no_key else row_max * softmax.scale_log2
+            fall = Float32(0.0) if no_key else softmax.row_max[r] - row_max
             S[r, None].store(cute.math.exp2(S[r, None].load() * softmax.scale_log2 - shift, fastmath=True))
             warp_sum = quad_sum(row_sum_of(S, r))
             if lane % 4 == 0:
                 self.warp_sum[row, warp] = warp_sum
                 if warp == 0:
-                    self.row[row] = cute.math.exp2(softmax.row_max[r] * softmax.scale_log2 - shift, fastmath=True)
+                    self.row[row] = cute.math.exp2(fall * softmax.scale_log2, fastmath=True)
             softmax.row_max[r] = row_max
 
     def share(self, acc_O: cute.Tensor, tOcO: cute.Tensor) -> None:
