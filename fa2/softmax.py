@@ -51,7 +51,7 @@ class OnlineSoftmax:
             scores = S[r, None].load()
             row_max = quad_max(scores.reduce(cute.ReductionOp.MAX, self.row_max[r], 0))
             shift = row_max * self.scale_log2
-            # So that `rescale` is exactly 1 where the maximum stays; of a difference of products one is not rounded (FMA).
+            # `rescale` is then exactly 1 where the maximum stays; a difference of products is an FMA, and rounds but one.
             fall = self.row_max[r] - row_max
             if const_expr(masked):
                 # A row that has seen no key yet: -inf minus -inf would be NaN.
