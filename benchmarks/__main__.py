@@ -18,6 +18,7 @@ import benchmarks.sustained
 import benchmarks.tiles
 import benchmarks.without_gpu
 from benchmarks import machine
+from benchmarks.contenders import OURS
 from benchmarks.peers import PEERS
 from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS, grid
 from benchmarks.rows import RESULTS
@@ -61,6 +62,13 @@ def one_with_switches(text: str) -> str:
     if text not in choices:
         what = f"{text} has no switches" if text in GENERATIONS else text
         raise typer.BadParameter(f"{what}: choose from {', '.join(choices)}")
+    return text
+
+
+def one_pass(text: str) -> str:
+    """A parser of a pass."""
+    if text not in OURS:
+        raise typer.BadParameter(f"{text}: choose from {', '.join(OURS)}")
     return text
 
 
@@ -135,6 +143,7 @@ AnyBatch = Annotated[int | None, typer.Option(min=1, help="As many as make up 16
 HeadsKv = Annotated[int | None, typer.Option(min=1, help="As many as query heads if left out.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds in which they take turns.")]
 Decoders = Annotated[Any, typer.Option(parser=several(benchmarks.decode.DECODERS), metavar="P,P", help='"" for none.')]
+Pass = Annotated[Any, typer.Option("--pass", parser=one_pass, metavar="PASS", help=f"One of {', '.join(OURS)}.")]
 Results = Annotated[Path, typer.Option(help="Where rows are kept, as <gpu>/<suite>.jsonl.")]
 Picture = Annotated[Path, typer.Option(help="Where this run is drawn.")]
 
@@ -149,6 +158,7 @@ def compare(
     peers: Peers = SWEEP["peers"],
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the versions take turns.")] = Budget.rounds,
     quick: Annotated[bool, typer.Option(help=f"Only sequence lengths {QUICK_SEQLENS}, in two rounds.")] = False,
+    pass_: Pass = "fwd",
     results: Results = RESULTS,
     picture: Picture = benchmarks.compare.PICTURE,
 ) -> None:
@@ -160,9 +170,12 @@ def compare(
     out = console()
     problems = problems_of(head_dim, mask, QUICK_SEQLENS if quick else seqlen, dtype)
     if nothing_measured(out):
+        if pass_ != "fwd":
+            out.print(f"Of {pass_} only the speed is compared, on a GPU; this is the forward.")
         raise typer.Exit(benchmarks.without_gpu.compare(problems, versions, out))
     budget = Budget(rounds=2 if quick else repeats)
-    raise typer.Exit(benchmarks.compare.compare(problems, [*versions, *peers], budget, results, picture, out))
+    everyone = [*versions, *peers]
+    raise typer.Exit(benchmarks.compare.compare(problems, everyone, budget, results, picture, out, pass_))
 
 
 @app.command()

@@ -56,6 +56,46 @@ def default_kernels() -> list:
     return [pytest.param(key, id=title) for key, title in keys.items()]
 
 
+# Of the backward: each head_dim plain and causal, bitwise repeatable or not; what has most numbers in registers.
+BACKWARD_KINDS = {
+    "window": {"window": (512, 64)},
+    "softcap": {"softcap": 30.0},
+    "packed causal": {"varlen": True, "causal": True},
+    "packed causal deterministic": {"varlen": True, "causal": True, "deterministic": True},
+    "packed window softcap": {"varlen": True, "window": (512, 64), "softcap": 30.0},
+    "packed window softcap deterministic": {
+        "varlen": True,
+        "window": (512, 64),
+        "softcap": 30.0,
+        "deterministic": True,
+    },
+}
+
+
+def default_backward_kernels() -> list:
+    keys = {}
+    for version in VERSIONS:
+        generation = importlib.import_module(f"{version}.interface").GENERATION
+        if not generation.capabilities.backward:
+            continue
+
+        def add(title, head_dim, dtype="bfloat16", generation=generation, **options):
+            problem = Problem(*LARGE, head_dim, dtype=getattr(torch, dtype), **options)
+            if generation.why_not(problem) is None:
+                key = generation.backward_key(problem, generation.default_backward_config(problem))
+                keys[key] = f"{generation.name}-{dtype}-d{head_dim}-{title}"
+
+        for head_dim, causal in product(HEAD_DIMS, (False, True)):
+            for dtype in HEAD_DIMS[head_dim]:
+                add("causal" if causal else "full", head_dim, dtype, causal=causal)
+        for head_dim, causal in product((64, 128, 192, 256), (False, True)):
+            title = f"{'causal' if causal else 'full'} deterministic"
+            add(title, head_dim, causal=causal, deterministic=True)
+        for head_dim, (title, options) in product((64, 128, 256), BACKWARD_KINDS.items()):
+            add(title, head_dim, **options)
+    return [pytest.param(key, id=title) for key, title in keys.items()]
+
+
 def turned() -> list:
     """BASE with one switch turned, each in its turn, and with all off."""
     variants = {"all off": ladder(BASE)[0][1]}
@@ -70,7 +110,7 @@ def turned() -> list:
 
 
 def check(key: KernelKey) -> KernelReport:
-    kernel = report(key, importlib.import_module(f"{key.version}.interface").build_forward)
+    kernel = report(key, getattr(importlib.import_module(f"{key.version}.interface"), f"build_{key.direction}"))
     assert not kernel.problems(), "; ".join(kernel.problems())
     assert kernel.shared_memory <= SHARED_MEMORY_LIMIT
     assert kernel.stack == 0
@@ -99,6 +139,12 @@ def expected_instructions(key: KernelKey) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("key", default_kernels())
 def test_default_kernel(key: KernelKey):
+    check(key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", default_backward_kernels())
+def test_default_backward_kernel(key: KernelKey):
     check(key)
 
 
