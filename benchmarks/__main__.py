@@ -72,7 +72,7 @@ def one_pass(text: str) -> str:
     return text
 
 
-def space_of(version: str, given: Sequence[str]) -> dict[str, tuple]:
+def space_of(version: str, pass_: str, given: Sequence[str]) -> dict[str, tuple]:
     """What to search: FIELD=VALUE,VALUE each, numbers or true and false; if nothing is given the generation's own."""
     words = {"true": True, "false": False}
     space = {}
@@ -86,7 +86,10 @@ def space_of(version: str, given: Sequence[str]) -> dict[str, tuple]:
             raise typer.BadParameter(
                 f"FIELD=VALUE,VALUE is needed, values numbers, true or false; got {text!r}"
             ) from None
-    return space or dict(benchmarks.tiles.SPACES[version])
+    try:
+        return space or dict(benchmarks.tiles.space_of(version, pass_))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def problems_of(*arguments: Any, **shape: int) -> list[Problem]:
@@ -233,14 +236,15 @@ def tiles(
         if text not in choices:
             raise typer.BadParameter(f"{text}: choose from {', '.join(choices)}")
     problems = problems_of(head_dim, ("causal",) if causal else mask, seqlen)
-    space = space_of(version, fields or ())
+    space = space_of(version, pass_, fields or ())
     try:
-        benchmarks.tiles.candidates(version, problems[0], space)
+        benchmarks.tiles.candidates(version, problems[0], space, pass_)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if nothing_measured(out):
-        raise typer.Exit(benchmarks.tiles.compile_only(version, problems, space, out))
-    raise typer.Exit(benchmarks.tiles.search(version, problems, space, Budget(rounds=repeats), results, out))
+        raise typer.Exit(benchmarks.tiles.compile_only(version, problems, space, out, pass_))
+    budget = Budget(rounds=repeats)
+    raise typer.Exit(benchmarks.tiles.search(version, problems, space, budget, results, out, pass_))
 
 
 @app.command()

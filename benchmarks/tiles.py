@@ -15,7 +15,7 @@ import pandas as pd
 from rich.console import Console
 
 from benchmarks import compare, comparison, without_gpu
-from benchmarks.contenders import Ours
+from benchmarks.contenders import OURS, Ours
 from benchmarks.peers import GEMM
 from benchmarks.problems import SHAPE_COLUMNS, name, problem_of
 from benchmarks.rows import Row
@@ -23,7 +23,7 @@ from benchmarks.tables import Table
 from benchmarks.timing import Budget
 from fa import GENERATIONS
 from fa_common.isolated import IsolatedFailure
-from fa_common.problem import Problem
+from fa_common.problem import Direction, Problem
 from fa_common.report import KernelReport, report
 
 SUITE = "tiles"
@@ -31,7 +31,7 @@ VERSION = "fa2"
 HEAD_DIMS = (128,)
 MASKS = ("full",)
 SEQLENS = (16384,)
-PASSES = ("fwd",)
+PASSES = ("fwd", "bwd")
 ROUNDS = 10
 
 Space = Mapping[str, Sequence[Any]]  # the values that each field of a Config takes
@@ -43,24 +43,46 @@ SPACES: dict[str, Space] = {
     "fa3": {"tile_m": (128, 192, 256), "tile_n": (64, 80, 96, 128, 176), "stages": (2, 3)},
 }
 
+# The same of the backward, for those whose warps share out what fa2's do.
+BACKWARD_SPACE: Space = {
+    "tile_m": (32, 64, 128),
+    "tile_n": (64, 128),
+    "num_warps": (4, 8),
+    "key_warps": (2, 4, 8),
+    "query_warps": (1, 2, 4),
+}
 
-def candidates(version: str, problem: Problem, space: Space) -> list[Ours]:
+
+def space_of(version: str, direction: Direction) -> Space:
+    """What is searched unless other values are given. Raises ValueError where there is nothing to search."""
+    if direction == "fwd":
+        return SPACES[version]
+    default = GENERATIONS[version].default_backward_config
+    if default is None:
+        raise ValueError(f"{version} has no backward kernel: choose another version, or --pass fwd")
+    known = {f.name for f in fields(GENERATIONS[version].backward_config_type)}
+    return {field: values for field, values in BACKWARD_SPACE.items() if field in known}
+
+
+def candidates(version: str, problem: Problem, space: Space, direction: Direction = "fwd") -> list[Ours]:
     """The default, and each other legal combination of the values in `space`; named by the values that differ from it.
 
     Raises ValueError for a field that the generation's Config has not.
     """
-    default = GENERATIONS[version].default_config(problem)
+    ours = OURS[direction]
+    default = ours(version).config(problem)
     known = [f.name for f in fields(default)]
     if unknown := [field for field in space if field not in known]:
-        raise ValueError(f"{', '.join(unknown)}: {version}.Config has no such field; choose from {', '.join(known)}")
-    found = {default: Ours(version, label_of(default, space), _changes(default, space))}
+        kind = f"{version}.{type(default).__name__}"
+        raise ValueError(f"{', '.join(unknown)}: {kind} has no such field; choose from {', '.join(known)}")
+    found = {default: ours(version, label_of(default, space), _changes(default, space))}
     for values in product(*space.values()):
         changes = dict(zip(space, values, strict=True))
         try:
             config = replace(default, **changes)
         except ValueError:  # its rules forbid it
             continue
-        found.setdefault(config, Ours(version, label_of(config, space), changes))
+        found.setdefault(config, ours(version, label_of(config, space), changes))
     return list(found.values())
 
 
@@ -74,12 +96,19 @@ def _changes(config: Any, space: Space) -> dict[str, Any]:
 
 
 def search(
-    version: str, problems: Sequence[Problem], space: Space, budget: Budget, results: Path, console: Console
+    version: str,
+    problems: Sequence[Problem],
+    space: Space,
+    budget: Budget,
+    results: Path,
+    console: Console,
+    direction: Direction = "fwd",
 ) -> int:
     """Measures the candidates of each kind of problem on the current GPU; 1 if one was wrong, 130 if interrupted."""
     status = 0
     for kind in _by_kind(problems):
-        sweep = compare.prepare(candidates(version, kind[0], space), kind, budget, results, console, SUITE)
+        ours = candidates(version, kind[0], space, direction)
+        sweep = compare.prepare(ours, kind, budget, results, console, SUITE, direction=direction)
         who = {tuple(one.switched.items()): one.name for one in sweep.contenders}
 
         def named(row: Row, who: Mapping[tuple, str] = who) -> str:
@@ -92,12 +121,14 @@ def search(
     return status
 
 
-def compile_only(version: str, problems: Sequence[Problem], space: Space, console: Console) -> int:
+def compile_only(
+    version: str, problems: Sequence[Problem], space: Space, console: Console, direction: Direction = "fwd"
+) -> int:
     """Shows what each candidate is compiled to; the exit status is 1 if none compiles."""
     compiled = False
     for kind in _by_kind(problems):
         able = [problem for problem in kind if not GENERATIONS[version].why_not(problem)][-1:]
-        ours = candidates(version, kind[0], space)
+        ours = candidates(version, kind[0], space, direction)
         reports = without_gpu.kernel_reports(ours, able, console)
         console.print(without_gpu.kernels_table(reports, "candidate").to_rich())
         compiled = compiled or any(isinstance(made, KernelReport) for made in reports.values())
@@ -119,16 +150,20 @@ def _searched(row: Row, space: Space) -> dict[str, Any]:
 def tables(run: pd.DataFrame, space: Space) -> list[Table]:
     """A table for each problem of a run, the fastest candidate first."""
     measured = run[run.version != GEMM]
-    kinds = measured.groupby(["version", "dtype", *SHAPE_COLUMNS], sort=False)
+    kinds = measured.groupby(["version", "pass_", "dtype", *SHAPE_COLUMNS], sort=False)
     return [_table(comparison.as_rows(group), space, comparison.notes(run)) for _, group in kinds]
 
 
 def _table(measured: Sequence[Row], space: Space, notes: Sequence[str]) -> Table:
-    problem, version = problem_of(measured[0]), measured[0].version
-    default = asdict(GENERATIONS[version].default_config(problem))
+    problem, version, direction = problem_of(measured[0]), measured[0].version, measured[0].pass_
+    default = asdict(OURS[direction](version).config(problem))
     base = next((row for row in measured if row.config == default), None)
     columns = [*space, "TFLOP/s", "p20 to p80", "to the default", "registers", "shared KiB", "spilled B"]
-    table = Table(f"{version} tiles, forward, {name(problem)} (batch, seqlen, heads)", columns, notes=list(notes))
+    table = Table(
+        f"{version} tiles, {comparison.TITLES[direction].lower()}, {name(problem)} (batch, seqlen, heads)",
+        columns,
+        notes=list(notes),
+    )
     for row in sorted(measured, key=lambda row: row.tflops, reverse=True):
         change = "default" if row is base else f"{row.tflops / base.tflops - 1:+.1%}" if base else comparison.NOTHING
         spread = "{:.0f} to {:.0f}".format(*comparison.spread(row))
@@ -139,10 +174,9 @@ def _table(measured: Sequence[Row], space: Space, notes: Sequence[str]) -> Table
 
 def _compiled(row: Row, problem: Problem) -> tuple[str, str, str]:
     """Registers, shared memory and spills of a row's kernel, if this checkout still has its Config and compiles it."""
-    generation = GENERATIONS[row.version]
+    ours = OURS[row.pass_](row.version, switched=row.config)
     try:
-        key = generation.forward_key(problem, generation.config_type(**row.config))
-        made = report(key, generation.build_forward)
+        made = report(*ours.kernel(problem))
     except (IsolatedFailure, TypeError, ValueError):
         return (comparison.NOTHING,) * 3
     return str(made.registers), f"{made.shared_memory / 1024:.0f}", str(made.spill_stores)
