@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks import compare, comparison, rows
+from benchmarks import compare, comparison, rows, tiles
 from benchmarks.contenders import OURS, OursBackward
 from benchmarks.correctness import limit, relative_error
 from benchmarks.peers import GEMM, Differentiated, Sdpa
 from benchmarks.problems import exact_gradients, packed, random_gradient, random_tensors
 from benchmarks.timing import Budget
+from fa import GENERATIONS
 from fa_common.problem import Problem
 
 MATH = Sdpa("torch-math", SDPBackend.MATH)
@@ -88,3 +89,15 @@ def test_only_who_has_a_backward_is_missing(make_row):
     run = comparison.frame([make_row("fa2", pass_="bwd")])
     assert isinstance(run, pd.DataFrame)
     assert {entry.split()[0] for entry in comparison.missing(run)} <= set(ABLE)
+
+
+def test_the_backwards_tiles_are_searched():
+    problem = Problem(1, 4096, 4096, 8, 8, 128)
+    found = tiles.candidates("fa2", problem, tiles.space_of("fa2", "bwd"), "bwd")
+    assert found[0].config(problem) == OursBackward("fa2").config(problem)
+    assert len({one.kernel(problem)[0] for one in found}) == len(found) > 10
+    with pytest.raises(ValueError, match=r"stages: fa2.BackwardConfig has no such field; choose from tile_m"):
+        tiles.candidates("fa2", problem, {"stages": (1, 2)}, "bwd")
+    if not GENERATIONS["fa3"].default_backward_config:
+        with pytest.raises(ValueError, match="fa3 has no backward kernel"):
+            tiles.space_of("fa3", "bwd")
