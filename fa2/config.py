@@ -18,7 +18,7 @@ CAPABILITIES = Capabilities(
     backward=True,
 )
 PANEL = 64  # columns; a tile is whole panels wide
-WALKING_KEYS = 32
+SHORT_KEYS = 32
 SHARE_PAD = 8  # floats after each row of a warp's share of O: four rows of a store then fall into different banks
 
 
@@ -38,7 +38,8 @@ class Config:
     instructions: each warp owns `tile_m / num_warps` queries, 16 per `mma.sync`, and walks the keys 16 at a time.
 
     Without split_q a CTA has the tile of `split_k_tile`, FA1's: every warp then holds O of all the CTA's queries, and
-    tile_m of them would not fit into its registers. Without parallel_seqlen a block may have fewer keys: see `tile`.
+    tile_m of them would not fit into its registers. Without parallel_seqlen or separate_masking a block may have fewer
+    keys: see `tile`.
     """
 
     tile_m: int = 128  # queries per CTA, shared out over the warps
@@ -76,13 +77,15 @@ class Config:
     def tile(self, head_dim: int) -> CtaTile:
         """The tile of a CTA: the fields, or without split_q FA1's.
 
-        Without parallel_seqlen the loop over query blocks takes registers of its own: beyond head_dim 64 a block has no
-        more than WALKING_KEYS keys.
+        Without parallel_seqlen the loop over query blocks takes registers of its own, and without separate_masking the
+        mask does in every block. With 32 rows a warp and 64 < head_dim <= 128 there are none left: a block then has no
+        more than SHORT_KEYS keys.
         """
         if not self.split_q:
             return split_k_tile(head_dim, self.stages)
-        walks = not self.parallel_seqlen and head_dim > 64
-        return CtaTile(self.tile_m, min(self.tile_n, WALKING_KEYS) if walks else self.tile_n, self.num_warps)
+        is_full = 64 < head_dim <= 128 and self.tile_m > 16 * self.num_warps
+        is_short = is_full and not (self.parallel_seqlen and self.separate_masking)
+        return CtaTile(self.tile_m, min(self.tile_n, SHORT_KEYS) if is_short else self.tile_n, self.num_warps)
 
 
 def split_k_tile(head_dim: int, stages: int) -> CtaTile:

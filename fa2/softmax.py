@@ -51,13 +51,14 @@ class OnlineSoftmax:
             scores = S[r, None].load()
             row_max = quad_max(scores.reduce(cute.ReductionOp.MAX, self.row_max[r], 0))
             shift = row_max * self.scale_log2
-            # `rescale` is then exactly 1 where the maximum stays; a difference of products is an FMA, and rounds but one.
+            row_rises = row_max > self.row_max[r]
+            # `rescale` is then exactly 1 where the maximum stays; a difference of products, an FMA, is not.
             fall = self.row_max[r] - row_max
             if const_expr(masked):
                 # A row that has seen no key yet: -inf minus -inf would be NaN.
-                no_key = row_max == -Float32.inf
-                shift, fall = Float32(0.0) if no_key else shift, Float32(0.0) if no_key else fall
-            rises = rises | (row_max > self.row_max[r])
+                shift = Float32(0.0) if row_max == -Float32.inf else shift
+                fall = fall if row_rises else Float32(0.0)
+            rises = rises | row_rises
             rescale[r] = cute.math.exp2(fall * self.scale_log2, fastmath=True)
             S[r, None].store(cute.math.exp2(scores * self.scale_log2 - shift, fastmath=True))
             self.row_sum[r] = self.row_sum[r] * rescale[r] + row_sum_of(S, r)

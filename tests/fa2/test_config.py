@@ -95,10 +95,12 @@ def test_the_grid_without_sequence_parallelism_is_heads_and_batch():
     assert shape_forward(problem, without(config, "split_q"), 132).grid == (-(-1000 // 32), 8, 3)
 
 
-def test_a_walking_cta_has_fewer_keys_where_registers_are_short():
-    assert Config(tile_n=48, parallel_seqlen=False).tile(128) == (128, 32, 4)
-    assert Config(tile_n=64, parallel_seqlen=False).tile(64) == (128, 64, 4)
+@pytest.mark.parametrize("name", ["parallel_seqlen", "separate_masking"])
+def test_a_block_has_fewer_keys_where_registers_are_short(name):
     assert Config(tile_n=48).tile(128) == (128, 48, 4)
+    config = without(Config(tile_n=48), name)
+    assert [config.tile(head_dim).tile_n for head_dim in (64, 72, 128, 136)] == [48, 32, 32, 48]
+    assert without(Config(tile_n=128, num_warps=8), name).tile(128) == (128, 128, 8)
 
 
 @pytest.mark.slow
