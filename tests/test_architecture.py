@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,8 @@ def test_the_generations_have_the_same_files():
     fa1, fa2, fa3 = ({path.relative_to(ROOT / version) for path in sources(version)} for version in GENERATIONS)
     assert fa1 == fa2
     assert fa3 - fa1 <= {Path(name) for name in ONLY_FA3}
-    assert fa1 <= fa3
+    not_yet = set() if import_module("fa3").CAPABILITIES.backward else {Path("backward.py")}
+    assert fa1 - not_yet <= fa3
 
 
 @pytest.mark.parametrize("version", GENERATIONS)
