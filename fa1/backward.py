@@ -71,6 +71,7 @@ from fa_common.warp_tiles import (
 STAGES = 2  # of Q and dO, and of the shares of dQ
 DEPTH = 16  # of one mma.sync
 STEPS_AT_ONCE = 2  # of 16 columns of dQ
+PIECES_AT_ONCE = {4: 4, 8: 1}  # of dQ that a warp sums, by key_warps
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,6 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Distances:
-    """Bytes between tiles that are read alike, known at compile time: one address register serves both."""
-
-    stage: int  # of Q, and of dO
-    dO_from_Q: int
-    V_from_K: int
-
-
-@dataclass(frozen=True)
 class Products:
     """This warp's five products, over its own keys: operands and accumulators, (MMA, MMA_M, MMA_N) fp32.
 
@@ -128,15 +120,6 @@ class Products:
     dS_squares: tuple  # where this warp writes dS
     acc_dV: cute.Tensor
     acc_dK: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Scales:
-    """What scores are multiplied by."""
-
-    softmax_scale: Float32
-    scale_tanh: Float32  # raw scores to the tanh, with a softcap
-    scale_log2: Float32  # scores, or the tanh, to the exponential
 
 
 class Backward:
@@ -162,8 +145,9 @@ class Backward:
         packed = key.sequences == "packed"
         self.tiles = QueryTiles(self.dtype, key.head_dim, config.tile_m, self.num_threads, packed)
         self.dq_warps = (config.num_warps // 4, 4)  # of the sum of dQ: warps that split queries, and columns
-        stage = config.tile_m * self.width * 2
-        self.distances = Distances(stage, STAGES * stage, config.tile_n * self.width * 2)
+        # Bytes between tiles that are read alike: one address register serves both.
+        self.stage_bytes = config.tile_m * self.width * 2  # of Q, and of dO
+        self.dO_from_Q, self.V_from_K = STAGES * self.stage_bytes, config.tile_n * self.width * 2
 
     @cute.jit
     def __call__(
@@ -246,9 +230,9 @@ class Backward:
         )
         shared = Shared(
             sQ=sQ,
-            sdO=cute.make_tensor(sQ.iterator + self.distances.dO_from_Q // 2, sQ.layout),
+            sdO=cute.make_tensor(sQ.iterator + self.dO_from_Q // 2, sQ.layout),
             sK=sK,
-            sV=cute.make_tensor(sK.iterator + self.distances.V_from_K // 2, sK.layout),
+            sV=cute.make_tensor(sK.iterator + self.V_from_K // 2, sK.layout),
             sdQ=storage.sdQ.get_tensor(
                 cute.make_layout((FLOATS, LANES, self.groups, PANEL // COLUMNS, self.config.key_warps, STAGES))
             ),
@@ -261,7 +245,7 @@ class Backward:
         group = mQ.shape[2] // mK.shape[2]
         work = Work(head_kv, group, sequence, split, self.tiles.first(sequence), bounds)
         products = self.products(mma, shared)
-        self.attend(work, tensors, scratch, shared, products, Scales(softmax_scale, scale_tanh, scale_log2))
+        self.attend(work, tensors, scratch, shared, products, (softmax_scale, scale_tanh, scale_log2))
 
     @cute.jit
     def load(self, n_block: Int32, work: Work, tensors: tuple, shared: Shared):
@@ -284,9 +268,9 @@ class Backward:
         copy = RowCopy.of(self.dtype, tile_m, self.head_dim, self.num_threads, thread)
         num_rows = work.sequence.seqlen_q - m_block * tile_m
         tsQsQ = copy.of_shared(shared.sQ)
-        for m, distance in ((mQ, 0), (mdO, self.distances.dO_from_Q)):
+        for m, distance in ((mQ, 0), (mdO, self.dO_from_Q)):
             g = cute.local_tile(work.sequence.queries(m, head), (tile_m, self.width), (m_block, 0))
-            address = tsQsQ.iterator.toint() + (stage * self.distances.stage + distance)
+            address = tsQsQ.iterator.toint() + (stage * self.stage_bytes + distance)
             tss = cute.make_tensor(shared_pointer(self.dtype, address, align=16), tsQsQ.layout)
             copy.load_rows(copy.of_global(g), tss, num_rows)
         if thread < 2 * tile_m // FLOATS:
@@ -299,8 +283,11 @@ class Backward:
             cute.copy(atom, source, target)
 
     @cute.jit
-    def attend(self, work: Work, tensors: tuple, scratch: tuple, shared: Shared, products: Products, scales: Scales):
-        """Every key block of this CTA against every query block that sees it, of each head of the group."""
+    def attend(self, work: Work, tensors: tuple, scratch: tuple, shared: Shared, products: Products, scales: tuple):
+        """Every key block of this CTA against every query block that sees it, of each head of the group.
+
+        scales: softmax_scale, what raw scores are multiplied by before the tanh, and what goes to exp2.
+        """
         tile_m, tile_n, kv_splits = self.config.tile_m, self.config.tile_n, self.config.kv_splits
         lengths = (work.sequence.seqlen_q, work.sequence.seqlen_k)
         num_n_blocks = cute.ceil_div(lengths[1], tile_n)
@@ -334,11 +321,11 @@ class Backward:
                         cute.arch.cp_async_commit_group()
                         self.block((n_block, m_block, head_of_group, stage), work, scratch, shared, products, scales)
                         m_block, head_of_group = m_next, head_next
-            self.store(n_block, work, tensors, shared, products, scales.softmax_scale)
+            self.store(n_block, work, tensors, shared, products, scales[0])
 
     def products(self, mma: cute.TiledMma, shared: Shared) -> Products:
         """This warp's operands and accumulators."""
-        config, distances, stages = self.config, self.distances, range(STAGES)
+        config, moved = self.config, [stage * self.stage_bytes for stage in range(STAGES)]
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         keys, queries, columns = self.shares(index)
         acc_dV, acc_dK = [
@@ -349,7 +336,7 @@ class Backward:
         # dS passes through this warp's own place for its share of dQ.
         first_piece = index // config.key_warps * (PANEL // COLUMNS // self.column_warps)
         ds, dS_squares = [], []
-        for stage in stages:
+        for stage in range(STAGES):
             place = shared.sdQ[None, None, None, first_piece, index % config.key_warps, stage]
             sdS = cute.make_tensor(
                 shared_pointer(self.dtype, place.iterator.toint(), align=128), tile_layout(config.tile_m, PANEL)
@@ -364,11 +351,11 @@ class Backward:
             queries=queries,
             columns=columns,
             k=k,
-            q=tuple(q.twin(stage * distances.stage) for stage in stages),
-            v=k.twin(distances.V_from_K),
-            do=tuple(q.twin(distances.dO_from_Q + stage * distances.stage) for stage in stages),
-            do_t=tuple(q_t.twin(distances.dO_from_Q + stage * distances.stage) for stage in stages),
-            q_t=tuple(q_t.twin(stage * distances.stage) for stage in stages),
+            q=tuple(q.twin(distance) for distance in moved),
+            v=k.twin(self.V_from_K),
+            do=tuple(q.twin(self.dO_from_Q + distance) for distance in moved),
+            do_t=tuple(q_t.twin(self.dO_from_Q + distance) for distance in moved),
+            q_t=tuple(q_t.twin(distance) for distance in moved),
             ds=tuple(ds),
             k_t=WarpOperand(
                 LaneRow.of(shared.sK, (keys.first, columns.first), by_rows=True),
@@ -391,7 +378,7 @@ class Backward:
         return keys, Share.run(config.tile_m, Int32(0), 1), columns
 
     @cute.jit
-    def block(self, place: tuple, work: Work, scratch: tuple, shared: Shared, products: Products, scales: Scales):
+    def block(self, place: tuple, work: Work, scratch: tuple, shared: Shared, products: Products, scales: tuple):
         """One visit: the five products of a query block; place is (key block, query block, head of group, stage)."""
         _, m_block, head_of_group, stage = place
         mma, keys, queries = products.mma, products.keys, products.queries
@@ -421,9 +408,8 @@ class Backward:
         # All lanes have written dS before lanes read what others wrote.
         cute.arch.sync_warp()
         ds = products.ds[turn]
-        for k_step in cutlass.range_constexpr(self.keys_per_warp // DEPTH):
-            for i in cutlass.range_constexpr(ds.num_groups):
-                ds.load(i, k_step)
+        for i in cutlass.range_constexpr(self.keys_per_warp // DEPTH * ds.num_groups):
+            ds.load(i % ds.num_groups, i // ds.num_groups)
         # All lanes have read dS before the warp's share of dQ takes its place.
         cute.arch.sync_warp()
         head, tile = work.head_kv * work.group + head_of_group, work.first_tile + m_block
@@ -476,13 +462,13 @@ class Backward:
 
     @cute.jit
     def probabilities(
-        self, acc_S: cute.Tensor, rP: cute.Tensor, place: tuple, whose: tuple, shared: Shared, scales: Scales
+        self, acc_S: cute.Tensor, rP: cute.Tensor, place: tuple, whose: tuple, shared: Shared, scales: tuple
     ):
         """Turns S^T into P^T, rounded in rP; acc_S becomes what dS is a multiple of: P, times the softcap's slope."""
-        (n_block, m_block, _, stage), (work, keys) = place, whose
+        (n_block, m_block, _, stage), (work, keys), (_, scale_tanh, scale_log2) = place, whose, scales
         lse = self.statistics(2 * stage, shared)
         if const_expr(self.softcap):
-            cap_scores(acc_S, scales.scale_tanh)
+            cap_scores(acc_S, scale_tanh)
         S = as_rows_and_columns(acc_S)
         acc_P = acc_S
         if const_expr(self.softcap):
@@ -490,7 +476,7 @@ class Backward:
         P = as_rows_and_columns(acc_P)
         for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-                p = cute.math.exp2(S[r, c] * scales.scale_log2 - lse[c], fastmath=True)
+                p = cute.math.exp2(S[r, c] * scale_log2 - lse[c], fastmath=True)
                 if const_expr(self.softcap):
                     S[r, c] = 1.0 - S[r, c] * S[r, c]
                 P[r, c] = p
@@ -532,23 +518,31 @@ class Backward:
     def add_to_dq(self, panel: cutlass.Constexpr, place: cutlass.Constexpr, accum: cute.Pointer, shared: Shared):
         """Sums the warps' shares of 64 columns and adds them to dQ in global memory; each thread's part lies as the
         accumulators of `convert` do."""
-        thread = cute.arch.thread_idx()[0]
-        index, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % LANES
+        thread = thread_index_anew()
+        index, lane = cute.arch.make_warp_uniform(thread // LANES), thread % LANES
         query_warps, column_warps = self.dq_warps
         groups, pieces = self.groups // query_warps, PANEL // COLUMNS // column_warps
-        for n in cutlass.range_constexpr(pieces):
-            column = index // query_warps * pieces + n
-            # A panel may end in the middle: nobody has multiplied what lies behind.
-            if const_expr((panel + 1) * PANEL <= self.head_dim) or panel * PANEL + column * COLUMNS < self.head_dim:
-                for m in cutlass.range_constexpr(groups):
-                    total = [Float32(0.0)] * FLOATS
-                    for w in cutlass.range_constexpr(self.config.key_warps):
-                        share = cute.make_rmem_tensor((FLOATS,), Float32)
-                        source = shared.sdQ[None, lane, index % query_warps * groups + m, column, w, place]
-                        cute.autovec_copy(sixteen_bytes(source), share)
-                        total = [total[i] + share[i] for i in range(FLOATS)]
-                    number = (panel * pieces + n) * groups + m
-                    add_four(accum + (number * self.num_threads + thread) * FLOATS, total)
+        # Some at a time: the compiler would read the shares of all pieces at once, and spill.
+        at_once = min(PIECES_AT_ONCE[self.config.key_warps], pieces * groups)
+        for first in cutlass.range(0, pieces * groups, at_once, unroll=1):
+            for i in cutlass.range_constexpr(at_once):
+                number = first + i
+                row = index % query_warps * groups + number % groups
+                column = index // query_warps * pieces + number // groups
+                # A panel may end in the middle: nobody has multiplied what lies behind.
+                if const_expr((panel + 1) * PANEL <= self.head_dim) or panel * PANEL + column * COLUMNS < self.head_dim:
+                    total = self.sum_shares(shared.sdQ[None, lane, row, column, None, place])
+                    place_of_four = (panel * pieces * groups + number) * self.num_threads + thread
+                    add_four(accum + place_of_four * FLOATS, total)
+
+    def sum_shares(self, shares: cute.Tensor) -> list:
+        """Four elements of dQ, summed over the warps; shares is (4, key_warps)."""
+        total = [Float32(0.0)] * FLOATS
+        for w in range(self.config.key_warps):
+            share = cute.make_rmem_tensor((FLOATS,), Float32)
+            cute.autovec_copy(sixteen_bytes(shares[None, w]), share)
+            total = [total[i] + share[i] for i in range(FLOATS)]
+        return total
 
     @cute.jit
     def store(

@@ -12,7 +12,7 @@ CAPABILITIES = Capabilities(
     varlen=True,
     window=True,
     softcap=True,
-    backward=False,
+    backward=True,
 )
 
 
@@ -69,12 +69,11 @@ def default_config(problem: Problem) -> Config:
     ctas, q_splits = problem.batch * problem.heads_q, 1
     while ctas * q_splits < 2 * 132 - 8 and q_splits * 128 < problem.seqlen_q:
         q_splits *= 2
-    is_plain = not (problem.varlen or problem.softcap or problem.window != (None, None))
     if problem.head_dim <= 64:
         return Config(tile_m=16, tile_n=256, q_splits=q_splits)
-    if problem.head_dim <= 128 and is_plain:
+    if problem.head_dim <= 128 and not problem.varlen:
         return Config(tile_m=16, tile_n=128, q_splits=q_splits)
-    # With the numbers of a window or a softcap the registers have no room for K and V; beyond 128 columns neither.
+    # Beyond 128 columns the registers have no room for K and V, nor beyond 64 with what packed sequences need.
     return Config(tile_m=16, tile_n=128, kv_in_registers=False, share_stages=1, q_splits=q_splits)
 
 

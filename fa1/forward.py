@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
@@ -398,7 +398,7 @@ class Forward:
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
         )
         thread = thread_index_anew()  # without: up to 20 B spilled
-        lane, warp_index, slot = thread % LANES, thread // LANES, tile.first_slot + m_block
+        lane, warp_index, slot = thread % LANES, thread // LANES, Int64(tile.first_slot + m_block)
         for group in cutlass.range_constexpr(self.groups):
             for i in cutlass.range_constexpr(self.pieces_per_warp):
                 piece = warp_index * self.pieces_per_warp + i
@@ -514,7 +514,7 @@ class Forward:
                     pair[0], pair[1] = rO[2 * half].to(self.dtype), rO[2 * half + 1].to(self.dtype)
                     cute.autovec_copy(pair, aligned(cute.local_tile(gO[query, None], (2,), (column // 2,)), 4))
         else:
-            target = workspaces[0][tile.head, tile.first_slot + m_block, group, piece, lane, None]
+            target = workspaces[0][tile.head, Int64(tile.first_slot + m_block), group, piece, lane, None]
             cute.autovec_copy(rO, aligned(target, 16))
 
     @cute.jit
@@ -530,7 +530,7 @@ class Forward:
                 if query < tile.sequence.seqlen_q:
                     gLSE[query] = weights[half].lse(softmax.scale_log2)
             else:
-                gStatistics = mStatistics[tile.head, tile.first_slot + m_block, rows[half], None]
+                gStatistics = mStatistics[tile.head, Int64(tile.first_slot + m_block), rows[half], None]
                 gStatistics[0], gStatistics[1] = weights[half].row_max, weights[half].row_sum
 
     def merge(self, shares: cute.Tensor, O: cute.Tensor, weights: list) -> None:
