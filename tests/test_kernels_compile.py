@@ -24,7 +24,7 @@ HEAD_DIMS |= dict.fromkeys((40, 72, 96, 136, 192, 200), ("bfloat16",))
 # A default may depend on the length and on how well the GPU is filled.
 SMALL, LARGE = (1, 512, 512, 8, 8), (64, 4096, 4096, 32, 32)
 DECODING, FEW_QUERIES = (64, 1, 4096, 32, 8), (64, 16, 4096, 32, 4)
-# What fa3 alone has.
+# Beside plain attention.
 KINDS = {
     "window": (LARGE, {"window": (512, 64)}),
     "softcap": (LARGE, {"softcap": 30.0}),
@@ -51,8 +51,9 @@ def default_kernels() -> list:
         for dtype in HEAD_DIMS[head_dim]:
             key = default_key(version, Problem(*sizes, head_dim, dtype=getattr(torch, dtype), causal=causal))
             keys[key] = f"{version}-{dtype}-d{head_dim}-{'causal' if causal else 'full'}"
-    for head_dim, (kind, (sizes, options)) in product((64, 128, 256), KINDS.items()):
-        keys[default_key("fa3", Problem(*sizes, head_dim, **options))] = f"fa3-bfloat16-d{head_dim}-{kind}"
+    for version, head_dim, (kind, (sizes, options)) in product(("fa1", "fa3"), (64, 128, 256), KINDS.items()):
+        key = default_key(version, Problem(*sizes, head_dim, **options))
+        keys[key] = f"{version}-bfloat16-d{head_dim}-{kind}"
     return [pytest.param(key, id=title) for key, title in keys.items()]
 
 
