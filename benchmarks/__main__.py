@@ -15,8 +15,10 @@ import benchmarks.gpu_tests
 import benchmarks.report
 import benchmarks.shapes
 import benchmarks.sustained
+import benchmarks.tiles
 import benchmarks.without_gpu
 from benchmarks import machine
+from benchmarks.contenders import OURS
 from benchmarks.peers import PEERS
 from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS, grid
 from benchmarks.rows import RESULTS
@@ -63,6 +65,33 @@ def one_with_switches(text: str) -> str:
     return text
 
 
+def one_pass(text: str) -> str:
+    """A parser of a pass."""
+    if text not in OURS:
+        raise typer.BadParameter(f"{text}: choose from {', '.join(OURS)}")
+    return text
+
+
+def space_of(version: str, pass_: str, given: Sequence[str]) -> dict[str, tuple]:
+    """What to search: FIELD=VALUE,VALUE each, numbers or true and false; if nothing is given the generation's own."""
+    words = {"true": True, "false": False}
+    space = {}
+    for text in given:
+        field, _, values = text.partition("=")
+        try:
+            space[field.strip()] = tuple(
+                words[word] if (word := value.strip().lower()) in words else int(word) for value in values.split(",")
+            )
+        except ValueError:
+            raise typer.BadParameter(
+                f"FIELD=VALUE,VALUE is needed, values numbers, true or false; got {text!r}"
+            ) from None
+    try:
+        return space or dict(benchmarks.tiles.space_of(version, pass_))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def problems_of(*arguments: Any, **shape: int) -> list[Problem]:
     """`grid`, or the option's error where there are no such problems."""
     try:
@@ -94,6 +123,7 @@ SHAPES = typed(
     seqlen=benchmarks.shapes.SEQLENS,
     versions=benchmarks.shapes.VERSIONS,
 )
+TILES = typed(head_dim=benchmarks.tiles.HEAD_DIMS, mask=benchmarks.tiles.MASKS, seqlen=benchmarks.tiles.SEQLENS)
 SUSTAINED = typed(versions=benchmarks.sustained.VERSIONS, peers=benchmarks.sustained.DEFAULT_PEERS)
 DECODE = typed(
     batch=benchmarks.decode.BATCHES,
@@ -116,6 +146,7 @@ AnyBatch = Annotated[int | None, typer.Option(min=1, help="As many as make up 16
 HeadsKv = Annotated[int | None, typer.Option(min=1, help="As many as query heads if left out.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds in which they take turns.")]
 Decoders = Annotated[Any, typer.Option(parser=several(benchmarks.decode.DECODERS), metavar="P,P", help='"" for none.')]
+Pass = Annotated[Any, typer.Option("--pass", parser=one_pass, metavar="PASS", help=f"One of {', '.join(OURS)}.")]
 Results = Annotated[Path, typer.Option(help="Where rows are kept, as <gpu>/<suite>.jsonl.")]
 Picture = Annotated[Path, typer.Option(help="Where this run is drawn.")]
 
@@ -130,6 +161,7 @@ def compare(
     peers: Peers = SWEEP["peers"],
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the versions take turns.")] = Budget.rounds,
     quick: Annotated[bool, typer.Option(help=f"Only sequence lengths {QUICK_SEQLENS}, in two rounds.")] = False,
+    pass_: Pass = "fwd",
     results: Results = RESULTS,
     picture: Picture = benchmarks.compare.PICTURE,
 ) -> None:
@@ -141,9 +173,12 @@ def compare(
     out = console()
     problems = problems_of(head_dim, mask, QUICK_SEQLENS if quick else seqlen, dtype)
     if nothing_measured(out):
+        if pass_ != "fwd":
+            out.print(f"Of {pass_} only the speed is compared, on a GPU; this is the forward.")
         raise typer.Exit(benchmarks.without_gpu.compare(problems, versions, out))
     budget = Budget(rounds=2 if quick else repeats)
-    raise typer.Exit(benchmarks.compare.compare(problems, [*versions, *peers], budget, results, picture, out))
+    everyone = [*versions, *peers]
+    raise typer.Exit(benchmarks.compare.compare(problems, everyone, budget, results, picture, out, pass_))
 
 
 @app.command()
@@ -172,6 +207,44 @@ def ablate(
     if nothing_measured(out):
         raise typer.Exit(benchmarks.ablate.compile_only(version, problems, out))
     raise typer.Exit(benchmarks.ablate.ablate(version, problems, Budget(rounds=repeats), results, picture, out))
+
+
+@app.command()
+def tiles(
+    version: Annotated[str, typer.Option(help=f"One of {', '.join(GENERATIONS)}.")] = benchmarks.tiles.VERSION,
+    head_dim: HeadDims = TILES["head_dim"],
+    mask: Masks = TILES["mask"],
+    causal: Causal = False,
+    seqlen: Seqlens = TILES["seqlen"],
+    pass_: Annotated[
+        str, typer.Option("--pass", help=f"One of {', '.join(benchmarks.tiles.PASSES)}.")
+    ] = benchmarks.tiles.PASSES[0],
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=V,V", help="Values of a field of its Config; again for each field."),
+    ] = None,
+    repeats: Rounds = benchmarks.tiles.ROUNDS,
+    results: Results = RESULTS,
+) -> None:
+    """Search one generation's tiles, warps and stages for the fastest of each problem.
+
+    On a Hopper GPU every candidate is checked, then all are timed in turns, and the rows kept. Anywhere else it shows
+    what each is compiled to.
+    """
+    out = console()
+    for text, choices in ((version, GENERATIONS), (pass_, benchmarks.tiles.PASSES)):
+        if text not in choices:
+            raise typer.BadParameter(f"{text}: choose from {', '.join(choices)}")
+    problems = problems_of(head_dim, ("causal",) if causal else mask, seqlen)
+    space = space_of(version, pass_, fields or ())
+    try:
+        benchmarks.tiles.candidates(version, problems[0], space, pass_)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if nothing_measured(out):
+        raise typer.Exit(benchmarks.tiles.compile_only(version, problems, space, out, pass_))
+    budget = Budget(rounds=repeats)
+    raise typer.Exit(benchmarks.tiles.search(version, problems, space, budget, results, out, pass_))
 
 
 @app.command()

@@ -13,18 +13,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from benchmarks import comparison, machine, plot, probe, rows
-from benchmarks.contenders import Contender, Ours
+from benchmarks.contenders import OURS, Contender, Ours, Results
 from benchmarks.correctness import limit, relative_error
-from benchmarks.peers import GEMM, PEERS, Gemm
-from benchmarks.problems import exact_output, name, problem_columns, problem_of, random_tensors
+from benchmarks.peers import GEMM, PEERS, Differentiated, Gemm
+from benchmarks.problems import exact_gradients, exact_output, name, problem_columns, problem_of, random_tensors
 from benchmarks.rows import Row
 from benchmarks.tables import Table
 from benchmarks.telemetry import Telemetry
 from benchmarks.timing import Budget, DeviceTimer, Timer, Timing, in_turns
 from fa import GENERATIONS
-from fa_common.problem import Problem
+from fa_common.problem import Direction, Problem
 
 SUITE = "compare"
+SUITES = {"fwd": SUITE, "bwd": "compare-bwd", "fwd+bwd": "compare-fwd-bwd"}  # by pass
 PICTURE = rows.ROOT / "docs" / "compare-latest.svg"
 
 Step = tuple[str, Callable[[], str]]  # what is measured, and what measures it and says how it went
@@ -35,14 +36,15 @@ class Admitted(NamedTuple):
 
     contender: Contender
     problem: Problem
-    call: Callable[[], Tensor]
+    call: Callable[[], Results]
     error: float
 
 
 class Sweep:
     """One run: measures problems and appends each row as soon as it is measured.
 
-    `facts` are the columns that say where (`machine.facts`); `unfit` holds, by version and problem, why not to try.
+    `facts` are the columns that say where (`machine.facts`); `unfit` holds, by version and problem, why not to try. The
+    contenders all run `direction`: "fwd" returns O, "bwd" and "fwd+bwd" return the gradients.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Sweep:
         facts: Mapping[str, str | None],
         unfit: Mapping[tuple[str, Problem], str],
         suite: str = SUITE,
+        direction: Direction = "fwd",
     ):
+        self.direction = direction
         self.contenders = contenders
         self.gemm = gemm
         self.gemm_error = gemm.relative_error()
@@ -91,14 +95,14 @@ class Sweep:
         """
         self.num_problems += 1
         tensors = tensors or random_tensors(problem)
-        exact = exact_output(problem, *tensors)
+        exact = (exact_output if self.direction == "fwd" else exact_gradients)(problem, *tensors)
         found = [(contender, self._admit(contender, problem, tensors, exact)) for contender in self.contenders]
         return [Admitted(contender, problem, *admitted) for contender, admitted in found if admitted]
 
     def keep(self, one: Admitted, timing: Timing, gemm: Row | None = None, **more: Any) -> Row:
         """The row of one that was timed, in turn with `gemm` if given; with `more` columns."""
         columns = problem_columns(one.problem) | {"version": one.contender.name} | one.contender.columns(one.problem)
-        return self._keep(columns | more, one.problem.flops("fwd"), timing, one.error, gemm and gemm.tflops)
+        return self._keep(columns | more, one.problem.flops(self.direction), timing, one.error, gemm and gemm.tflops)
 
     def keep_gemm(self, timing: Timing, **more: Any) -> Row:
         """The row of the matrix product."""
@@ -106,7 +110,7 @@ class Sweep:
         return self._keep(self.gemm.columns() | more, self.gemm.FLOPS, timing, self.gemm_error, rate)
 
     def _admit(
-        self, contender: Contender, problem: Problem, tensors: tuple[Tensor, ...], exact: Tensor
+        self, contender: Contender, problem: Problem, tensors: tuple[Tensor, ...], exact: Results
     ) -> tuple[Callable, float] | None:
         """The contender's call and its error on this problem; None, and a note, if it cannot be timed."""
         if reason := self.unfit.get((contender.name, problem)):
@@ -138,7 +142,7 @@ class Sweep:
         row = Row(
             run=self.run,
             suite=self.suite,
-            pass_="fwd",
+            pass_=self.direction,
             tflops=tflops,
             pct_of_gemm=100 * tflops / gemm_tflops if gemm_tflops else None,
             rel_err=error,
@@ -155,7 +159,7 @@ class Sweep:
 def within(contender: Contender, call: Callable) -> Callable:
     """`call` inside the contender's scope."""
 
-    def scoped() -> Tensor:
+    def scoped() -> Results:
         with contender.scope():
             return call()
 
@@ -169,14 +173,20 @@ def compare(
     results: Path,
     picture: Path,
     console: Console,
+    direction: Direction = "fwd",
 ) -> int:
     """Sweeps the current GPU and shows the run; the exit status is 1 if one of ours failed, 130 if interrupted."""
-    ours = [Ours(version) for version in versions if version in GENERATIONS]
-    peers = [PEERS[version] for version in versions if version in PEERS]
-    sweep = prepare([*ours, *peers], problems, budget, results, console)
+    ours = [OURS[direction](version) for version in versions if version in GENERATIONS]
+    peers = [in_direction(PEERS[version], direction) for version in versions if version in PEERS]
+    sweep = prepare([*ours, *peers], problems, budget, results, console, SUITES[direction], direction=direction)
     status = run(steps(sweep, [[problem] for problem in problems]), console)
     show(sweep, console, picture=picture)
     return status or int(bool(sweep.failed & set(GENERATIONS)))
+
+
+def in_direction(peer: Contender, direction: Direction) -> Contender:
+    """A peer's forward, or its gradients."""
+    return peer if direction == "fwd" else Differentiated(peer, with_forward=direction == "fwd+bwd")
 
 
 def prepare(
@@ -187,6 +197,7 @@ def prepare(
     console: Console,
     suite: str = SUITE,
     timer: type[DeviceTimer] | None = None,
+    direction: Direction = "fwd",
 ) -> Sweep:
     """A sweep of the current GPU; every kernel of ours is compiled and has run once, or is known to be unfit."""
     telemetry = Telemetry()
@@ -204,6 +215,7 @@ def prepare(
         facts=facts,
         unfit=probe.unfit([one for one in contenders if hasattr(one, "kernel")], problems),  # peers run as they are
         suite=suite,
+        direction=direction,
     )
 
 

@@ -19,6 +19,7 @@ STALE_NOTE = f"{STALE} measured on other code than this checkout's."
 CLOSE = "▼"
 AHEAD = 1.05  # below it, a lead over the best peer is within what repeats of a cell differ by
 NOTHING = "-"
+TITLES = {"fwd": "Forward", "bwd": "Backward", "fwd+bwd": "Forward and backward"}
 MARGIN = "margin"  # the form of a ratio to the best peer
 
 
@@ -50,10 +51,12 @@ def newest_run(
 def missing(run: pd.DataFrame) -> list[str]:
     """What a complete run has and this one has not: each generation on each problem of the default sweep."""
     measured = set(run[[*PROBLEM, "version"]].itertuples(index=False, name=None))
+    forward_only = set(run.pass_) == {"fwd"}
+    able = [version for version in GENERATIONS if forward_only or GENERATIONS[version].capabilities.backward]
     return [
         f"{version} {name(problem)}"
         for problem in grid()
-        for version in GENERATIONS
+        for version in able
         if (problem.dtype_name, problem.head_dim, problem.causal, problem.seqlen_q, version) not in measured
     ]
 
@@ -92,7 +95,7 @@ def table(run: pd.DataFrame) -> Table:
 
     stale = stale_versions(run)
     marked = [column + (STALE if column in stale else "") for column in columns]
-    result = Table("Forward, TFLOP/s", ["dtype", "d", "mask", "seqlen", *marked], labels=4, notes=notes(run))
+    result = Table(f"{_title(run)}, TFLOP/s", ["dtype", "d", "mask", "seqlen", *marked], labels=4, notes=notes(run))
     if any(form == MARGIN for _, form in columns.values()):
         result.notes.append(f"{CLOSE} less than {AHEAD} times the best peer.")
     for problem in wide.index:
@@ -109,7 +112,7 @@ def summary(run: pd.DataFrame) -> Table:
     ours, peers = _split(wide)
     stale = stale_versions(run)
     marked = [version + (STALE if version in stale else "") for version in ours]
-    title = f"Forward, TFLOP/s, {longest} tokens a sequence"
+    title = f"{_title(run)}, TFLOP/s, {longest} tokens a sequence"
     result = Table(title, ["dtype", "d", "mask", *marked, "best peer"], labels=3, notes=notes(run))
     for (dtype, head_dim, causal), line in wide.iterrows():
         measured = line[peers].dropna()
@@ -128,7 +131,7 @@ def margins(run: pd.DataFrame) -> Table | None:
     ratios = (wide[newest] / wide[peers].max(axis=1)).unstack("seqlen_q")
     stale = STALE if newest in stale_versions(run) else ""
     result = Table(
-        f"Forward, {newest}{stale} over its best peer ({', '.join(peers)})",
+        f"{_title(run)}, {newest}{stale} over its best peer ({', '.join(peers)})",
         ["dtype", "d", "mask", *map(str, ratios)],
         labels=3,
         notes=notes(run),
@@ -149,6 +152,11 @@ def missing_margins(run: pd.DataFrame) -> list[str]:
         return [newest, "a peer"]
     known = set(wide.index[wide[newest].notna() & wide[peers].notna().any(axis=1)])
     return [name(p) for p in grid() if (p.dtype_name, p.head_dim, p.causal, p.seqlen_q) not in known]
+
+
+def _title(run: pd.DataFrame) -> str:
+    """Which pass a run timed."""
+    return TITLES[run.pass_.iloc[-1]]
 
 
 def _split(wide: pd.DataFrame) -> tuple[list[str], list[str]]:

@@ -9,24 +9,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.problems import packing
+from benchmarks.problems import packing, random_gradient
 from benchmarks.rows import source_sha
 from fa import GENERATIONS
+from fa_common.capabilities import NO_BACKWARD
 from fa_common.compile import Build, KernelKey
 from fa_common.problem import Problem, lse_shape
 from fa_common.switches import label, switches
 
+Results = Tensor | tuple[Tensor, ...]
+
 
 class Contender(Protocol):
-    """One implementation of the attention forward."""
+    """One implementation of attention, in one of its passes."""
 
     name: str
 
     def why_not(self, problem: Problem) -> str | None:
         """Why it cannot run this problem here, as one clause; None if it can."""
 
-    def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        """The call to time: no arguments, returns O of shape (batch, seqlen, heads, head_dim)."""
+    def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Results]:
+        """The call to time: no arguments, returns O of shape (batch, seqlen, heads, head_dim), or dQ, dK, dV."""
 
     def scope(self) -> AbstractContextManager:
         """What must be entered around the call."""
@@ -92,15 +95,8 @@ class Ours:
             return str(error)
         return None
 
-    def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        forward = self.generation.forward
-        # The default goes without saying: hashing a Config would add to the host's time for a call.
-        config = self.config(problem) if self.switched else None
-        arguments = {"causal": problem.causal, "config": config} | packing(problem)
-        if problem.window != (None, None):
-            arguments["window_size"] = problem.window
-        if problem.softcap:
-            arguments["softcap"] = problem.softcap
+    def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Results]:
+        forward, arguments = self.generation.forward, self.arguments(problem)
         out = torch.full_like(q, torch.nan)  # an element that the kernel does not write must show
         lse = torch.empty(lse_shape(q), device=q.device)
 
@@ -109,6 +105,17 @@ class Ours:
             return out
 
         return call
+
+    def arguments(self, problem: Problem) -> dict[str, Any]:
+        """What a call says beside its tensors."""
+        # The default goes without saying: hashing a Config would add to the host's time for a call.
+        config = self.config(problem) if self.switched else None
+        arguments = {"causal": problem.causal, "config": config} | packing(problem)
+        if problem.window != (None, None):
+            arguments["window_size"] = problem.window
+        if problem.softcap:
+            arguments["softcap"] = problem.softcap
+        return arguments
 
     def scope(self) -> AbstractContextManager:
         return nullcontext()
@@ -121,3 +128,49 @@ class Ours:
             "switches_label": label(config),
             "source_sha": self.source_sha,
         }
+
+
+class OursBackward(Ours):
+    """One of our generations: its `backward`, after a forward that is not timed.
+
+    `switched` changes fields of the problem's default BackwardConfig.
+    """
+
+    def config(self, problem: Problem) -> Any:
+        return replace(self.generation.default_backward_config(problem), **self.switched)
+
+    def kernel(self, problem: Problem) -> tuple[KernelKey, Build] | None:
+        key = self.generation.backward_key(problem, self.config(problem))
+        return key, self.generation.build_backward
+
+    def why_not(self, problem: Problem) -> str | None:
+        if self.generation.default_backward_config is None:
+            return NO_BACKWARD
+        return super().why_not(replace(problem, needs_grad=True))
+
+    def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Results]:
+        arguments, dout = self.arguments(problem), random_gradient(problem)
+        out, lse = self.generation.forward(q, k, v, **arguments | {"config": None})
+        return lambda: self.generation.backward(dout, q, k, v, out, lse, **arguments)
+
+
+class OursBoth(OursBackward):
+    """One of our generations: `forward`, then `backward`, whose BackwardConfig `switched` changes."""
+
+    def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Results]:
+        arguments, dout = self.arguments(problem), random_gradient(problem)
+        of_forward = arguments | {"config": None}
+
+        def call() -> Results:
+            out, lse = self.generation.forward(q, k, v, **of_forward)
+            return self.generation.backward(dout, q, k, v, out, lse, **arguments)
+
+        return call
+
+    def columns(self, problem: Problem) -> dict[str, Any]:
+        forward = self.generation.default_config(problem)
+        config = {"forward": asdict(forward), "backward": asdict(self.config(problem))}
+        return super().columns(problem) | {"config": config, "switches_label": label(forward)}
+
+
+OURS: dict[str, type[Ours]] = {"fwd": Ours, "bwd": OursBackward, "fwd+bwd": OursBoth}  # by pass

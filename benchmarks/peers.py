@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.problems import kind, packing
+from benchmarks.problems import kind, packing, random_gradient
 from fa_common.problem import Problem
 
 GEMM = "cublas-gemm"
@@ -104,6 +104,42 @@ class Package:
 
     def columns(self, problem: Problem) -> dict[str, Any]:
         return {}
+
+
+class Differentiated:
+    """A peer's backward, or forward and backward, by torch's autograd.
+
+    For the backward alone the graph is built once, and kept from one call to the next.
+    """
+
+    def __init__(self, peer: Sdpa | Package, with_forward: bool):
+        self.peer = peer
+        self.name = peer.name
+        self.with_forward = with_forward
+
+    def why_not(self, problem: Problem) -> str | None:
+        return self.peer.why_not(problem)
+
+    def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        dout = random_gradient(problem)
+        with torch.enable_grad():  # views of the leaves made here belong to the graph
+            forward = self.peer.prepare(problem, *leaves)
+
+        def build() -> Tensor:
+            with torch.enable_grad(), self.scope():
+                return forward()
+
+        if self.with_forward:
+            return lambda: torch.autograd.grad(build(), leaves, dout)
+        out = build()
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    def scope(self) -> AbstractContextManager:
+        return self.peer.scope()
+
+    def columns(self, problem: Problem) -> dict[str, Any]:
+        return self.peer.columns(problem)
 
 
 PEERS = {

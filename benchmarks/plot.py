@@ -6,7 +6,7 @@ import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.comparison import gemm_rate, side_by_side
+from benchmarks.comparison import TITLES, gemm_rate, side_by_side
 from benchmarks.peers import PEERS
 from fa import GENERATIONS
 
@@ -45,7 +45,7 @@ def draw(run: pd.DataFrame, path: Path) -> None:
             panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
     figure.supxlabel("sequence length", fontsize=10)
-    figure.supylabel("TFLOP/s, forward", fontsize=10)
+    figure.supylabel(f"TFLOP/s, {TITLES[run.pass_.iloc[-1]].lower()}", fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=9, frameon=False)
     save(figure, path)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.rows import Row
 from fa_common.problem import Problem
-from fa_common.reference import attention
+from fa_common.reference import attention, gradients
 
 TOKENS = 16384  # batch * seqlen: every problem reads the same bytes of Q, K and V
 WIDTH = 2048  # heads * head_dim
@@ -68,6 +68,14 @@ def random_tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def random_gradient(problem: Problem) -> Tensor:
+    """A normally distributed dO, like q; the same one each time for the same problem."""
+    generator = torch.Generator(problem.device).manual_seed(1)
+    q = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
+    shape = (*q, problem.heads_q, problem.head_dim)
+    return torch.randn(shape, generator=generator, device=problem.device).to(problem.dtype)
+
+
 def packing(problem: Problem) -> dict[str, Tensor | int]:
     """What `flash_attn_varlen_func` is told about packed sequences; nothing for a problem without any."""
     if not problem.varlen:
@@ -86,6 +94,15 @@ def exact_output(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mathematics = {name: getattr(problem, name) for name in ("softmax_scale", "causal", "window", "softcap")}
     outs = [attention(*one, **mathematics)[0] for one in _sequences(problem, q, k, v)]
     return torch.cat(outs, dim=1)[0] if problem.varlen else torch.cat(outs)
+
+
+def exact_gradients(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """dQ, dK and dV of `random_gradient` by the fp64 reference, one sequence at a time."""
+    mathematics = {name: getattr(problem, name) for name in ("softmax_scale", "causal", "window", "softcap")}
+    douts = [dout for dout, _, _ in _sequences(problem, random_gradient(problem), k, v)]
+    sequences = zip(douts, _sequences(problem, q, k, v), strict=True)
+    found = [gradients(dout, *one, **mathematics) for dout, one in sequences]
+    return tuple(torch.cat(ones, dim=1)[0] if problem.varlen else torch.cat(ones) for ones in zip(*found, strict=True))
 
 
 def _sequences(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

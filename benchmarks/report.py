@@ -7,13 +7,14 @@ between them. Generating twice changes nothing.
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
 
-from benchmarks import ablate, comparison, decode, plot, shapes, sustained
+from benchmarks import ablate, compare, comparison, decode, plot, shapes, sustained
 from benchmarks.doctor import host_table
 from benchmarks.rows import RESULTS, ROOT, Row, TestsRow, read, source_sha
 from benchmarks.tables import Table
@@ -35,7 +36,7 @@ def regenerate(documents: Sequence[Path] = DOCUMENTS, results: Path = RESULTS, d
         run = newest(gpu)
         if run is None:
             continue
-        picture = pictures[gpu, suite] = docs / f"{suite}-{gpu.name}.svg"
+        picture = pictures[gpu, suite] = docs / f"{_file_name(suite)}-{gpu.name}.svg"
         before = picture.read_bytes() if picture.exists() else None
         draw(run, picture)
         if picture.read_bytes() != before:
@@ -67,27 +68,32 @@ def _fill(document: Path, text: str, gpus: Sequence[Path], links: Mapping[tuple[
     return filled
 
 
+def _file_name(command: str) -> str:
+    """A command as part of a file's name: "compare-bwd" for "compare --pass bwd"."""
+    return command.replace(" --pass ", "-").replace("+", "-")
+
+
 def _rows(gpu: Path, suite: str) -> pd.DataFrame:
     return comparison.frame(list(read(gpu / f"{suite}.jsonl")))
 
 
-def _newest_comparison(gpu: Path) -> pd.DataFrame | None:
-    return comparison.newest_run(_rows(gpu, "compare"))
+def _newest_comparison(gpu: Path, suite: str = compare.SUITE) -> pd.DataFrame | None:
+    return comparison.newest_run(_rows(gpu, suite))
 
 
 def _newest_ablation(gpu: Path) -> pd.DataFrame | None:
     return comparison.newest_run(_rows(gpu, "ablate"), ablate.missing)
 
 
-def _compare_summary(gpu: Path, picture: str | None) -> str | None:
+def _compare_summary(gpu: Path, picture: str | None, suite: str = compare.SUITE) -> str | None:
     """The longest sequences, and the picture."""
-    run = _newest_comparison(gpu)
+    run = _newest_comparison(gpu, suite)
     return None if run is None else _with_facts(run, comparison.summary(run), picture)
 
 
-def _compare(gpu: Path, picture: str | None) -> str | None:
+def _compare(gpu: Path, picture: str | None, suite: str = compare.SUITE) -> str | None:
     """Every problem, and the picture."""
-    run = _newest_comparison(gpu)
+    run = _newest_comparison(gpu, suite)
     if run is None:
         return None
     table = comparison.table(run)
@@ -168,6 +174,9 @@ BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
     "compare-summary": ("compare", _compare_summary),
     "compare": ("compare", _compare),
     "compare-margins": ("compare", _compare_margins),
+    "compare-bwd": ("compare --pass bwd", partial(_compare, suite="compare-bwd")),
+    "compare-bwd-summary": ("compare --pass bwd", partial(_compare_summary, suite="compare-bwd")),
+    "compare-fwd-bwd": ("compare --pass fwd+bwd", partial(_compare, suite="compare-fwd-bwd")),
     "shapes": ("shapes", _suite(shapes)),
     "sustained": ("sustained", _suite(sustained)),
     "decode": ("decode", _suite(decode)),
@@ -179,5 +188,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
 # What is drawn of a suite: its run, and how.
 PICTURES: dict[str, tuple[Callable[[Path], pd.DataFrame | None], Callable[[pd.DataFrame, Path], None]]] = {
     "compare": (_newest_comparison, plot.draw),
+    "compare --pass bwd": (partial(_newest_comparison, suite="compare-bwd"), plot.draw),
+    "compare --pass fwd+bwd": (partial(_newest_comparison, suite="compare-fwd-bwd"), plot.draw),
     "ablate": (_newest_ablation, ablate.draw),
 }

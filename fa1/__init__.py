@@ -18,7 +18,8 @@ unchanged
 config.py     what the kernels are built from, and what they can do
 algorithm.py  the loops, forward and backward, in plain PyTorch: start here
 softmax.py    the online softmax on register tiles
-forward.py    the forward kernel; the backward has none yet
+forward.py    the forward kernel
+backward.py   the backward's kernels
 interface.py  tensors in, tensors out
 """
 

@@ -47,7 +47,7 @@ from fa3.epilogue import store_lse, store_rows, store_tile
 from fa3.loads import CpAsyncLoads, RowGather, Shared, TmaLoads, storage_type, tma_atom, with_moving_end
 from fa3.products import ROWS, Products
 from fa3.scheduler import NO_TILE, NUM_PLACES, Facts, Tile, Work, grid_size
-from fa3.softmax import OnlineSoftmax, cap_scores, rescale_rows
+from fa3.softmax import OnlineSoftmax, rescale_rows
 from fa3.sync import (
     PRODUCER_WARP,
     THREADS_PER_WARPGROUP,
@@ -61,6 +61,7 @@ from fa_common.compile import KernelKey
 from fa_common.tiles import (
     DTYPES,
     KeyBlocks,
+    cap_scores,
     check_shared_memory,
     fake_lengths,
     fake_rows,

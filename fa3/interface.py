@@ -19,8 +19,6 @@ from fa_common.compile import KernelKey
 from fa_common.generation import Generation, Launch, LaunchShape
 from fa_common.problem import Problem
 
-UNBOUNDED = 2**30  # keys: further than any sequence reaches, and no sum with a position overflows 32 bits
-
 
 def build_forward(key: KernelKey, options: str = "") -> Any:
     """Compiles the kernel. The DSL takes seconds to import, so it is imported with the first kernel, not with fa3."""
@@ -32,8 +30,7 @@ def build_forward(key: KernelKey, options: str = "") -> Any:
 def bind_forward(kernel: Callable, problem: Problem, config: Config, num_sms: int) -> Launch:
     """The launch of `kernel` with the problem's numbers; those that its KernelKey leaves out are ignored."""
     softmax_scale, softcap = problem.softmax_scale, problem.softcap
-    left, right = (UNBOUNDED if bound is None else bound for bound in problem.window)
-    right = 0 if problem.causal else right
+    left, right = problem.bounds
     num_splits = 1
 
     def launch(

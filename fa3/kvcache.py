@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fa3 import algorithm
 from fa3.config import Config, default_config, few_queries_config
-from fa3.interface import GENERATION, UNBOUNDED, build_forward
+from fa3.interface import GENERATION, build_forward
 from fa_common.compile import KernelKey, load
 from fa_common.generation import ALIGNMENT, CONTIGUOUS, MAX_RUNS, check_outputs, is_unreadable
 from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
@@ -142,8 +142,7 @@ def _prepare(problem: Problem, num_splits: int, q: Tensor, has_lengths: bool) ->
     num_splits = num_splits or choose_splits(problem, config, num_sms)
     attend = load(attention_key(problem, config, num_splits, has_lengths), build_forward)
     merge = load(merge_key(problem), build_merge) if num_splits > 1 else None
-    left, right = (UNBOUNDED if bound is None else bound for bound in problem.window)
-    numbers = (problem.softmax_scale, problem.softcap, left, 0 if problem.causal else right, num_sms, num_splits)
+    numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, num_sms, num_splits)
     copy_q, device, shape_of_lse = is_unreadable(q), q.device, lse_shape(q)
     allocate = torch.empty_like
     if not (copy_q or q.is_contiguous()):

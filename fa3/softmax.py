@@ -132,13 +132,3 @@ def rescale_rows(acc_O: cute.Tensor, rescale: cute.Tensor):
     O = as_rows_and_columns(acc_O)
     for r in cutlass.range_constexpr(cute.size(O, mode=[0])):
         O[r, None].store(O[r, None].load() * rescale[r])
-
-
-@cute.jit
-def cap_scores(acc_S: cute.Tensor, scale: Float32):
-    """S = tanh(scale * S), in place, as 1 - 2 / (1 + exp(2 * scale * S)): tanh.approx is right to 11 bits only, which a
-    softcap of 50 makes an error of 2 % in P."""
-    twice_log2 = scale * (2.0 * math.log2(math.e))
-    for i in cutlass.range_constexpr(cute.size(acc_S)):
-        exponential = cute.math.exp2(acc_S[i] * twice_log2, fastmath=True)
-        acc_S[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exponential)

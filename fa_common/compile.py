@@ -29,7 +29,7 @@ class KernelKey:
     """All that decides a kernel's machine code, the toolchain and the sources aside."""
 
     version: str  # the generation's package, e.g. "fa3"
-    direction: str  # "forward"
+    direction: str  # "forward", "backward"
     dtype: str  # "bfloat16"
     head_dim: int
     causal: bool
@@ -38,6 +38,7 @@ class KernelKey:
     softcap: bool = False  # by a number known at run time
     sequences: str = "dense"  # (batch, seqlen, heads, head_dim); "packed": (total, heads, head_dim) with cu_seqlens
     splits: bool = False  # whether the keys are split among CTAs, whose results are yet to be merged
+    deterministic: bool = False  # backward: whether every sum is added up in one order
     arch: str = "sm_90a"
 
 
@@ -125,8 +126,9 @@ def cache_entry(key: KernelKey) -> CacheEntry | None:
     if directory is None:
         return None
     mask = "window" if key.window else "causal" if key.causal else "full"
-    kinds = (key.softcap and "softcap", key.sequences != "dense" and key.sequences, key.splits and "splits")
-    title = "_".join([key.version, key.direction, key.dtype, f"d{key.head_dim}", mask, *filter(None, kinds)])
+    kinds = [name for name in ("softcap", "splits", "deterministic") if getattr(key, name)]
+    kinds += [key.sequences] * (key.sequences != "dense")
+    title = "_".join([key.version, key.direction, key.dtype, f"d{key.head_dim}", mask, *kinds])
     return CacheEntry(directory, title, _identity(key))
 
 

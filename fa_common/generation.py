@@ -39,6 +39,22 @@ Run = Callable[
 ]
 
 
+class Saved(NamedTuple):
+    """What a backward kernel reads: the gradients of the results, the inputs, the results."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None  # None is zero
+
+
+# (saved, (dq, dk, dv), cu_seqlens_q, cu_seqlens_k): writes every element of the gradients; allocates what it needs else
+LaunchBackward = Callable[[Saved, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None], None]
+
+
 class LaunchShape(NamedTuple):
     """What a kernel is launched with."""
 
@@ -62,10 +78,22 @@ class Generation:
     build_forward: Callable[[KernelKey, str], Any]  # compiles the kernel
     bind_forward: Callable[[Callable, Problem, Any, int], Launch]  # (kernel, problem, config, num_sms)
     shape_forward: Callable[[Problem, Any, int], LaunchShape]  # (problem, config, num_sms)
+    # The backward kernel has tiles, and so a Config, of its own. All four are None where there is no such kernel.
+    backward_config_type: type | None = None
+    default_backward_config: Callable[[Problem], Any] | None = None
+    build_backward: Callable[[KernelKey, str], Any] | None = None
+    bind_backward: Callable[[Callable, Problem, Any, int], LaunchBackward] | None = None
     _operator: Callable = field(init=False)  # faN::forward
     _runs: dict[tuple, Run] = field(default_factory=dict, init=False)
+    _launches_backward: dict[tuple, LaunchBackward] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
+        if self.capabilities.backward and None in (
+            self.default_backward_config,
+            self.build_backward,
+            self.bind_backward,
+        ):
+            raise ValueError(f"{self.name}'s capabilities promise a backward kernel: give what builds and binds it")
         operator = define_operators(
             self.name, self.config_type, self.forward, self.backward, cuda_backward=self.capabilities.backward
         )
@@ -206,16 +234,23 @@ class Generation:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), each shaped and typed like its tensor, from what `forward` was given and returned.
 
-        `dout` and `dlse` are the gradients of out and lse; dlse None is zero.
+        `dout` and `dlse` are the gradients of out and lse, of any strides; dlse None is zero. `config` is what the
+        backward's kernel is built from, of the generation's BackwardConfig type; the forward's Config, which says
+        nothing about it on a GPU, stands for the default.
         """
         sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        kernel_config = config if self._is_backward_config(config) else None
+        config = None if kernel_config is not None else config
         arguments = (softmax_scale, causal, window_size, softcap, deterministic, config, *sequences)
         problem, config = self._checked(q, k, v, arguments, needs_grad=True)
         for name, tensor in (("dout", dout), ("out", out)):
             _check_like(name, tensor, q.shape, q.dtype, q.device)
         for name, tensor in (("dlse", dlse), ("lse", lse)):
             _check_like(name, tensor, lse_shape(q), torch.float32, q.device)
-        return self._differentiate_algorithm(problem, config, (dout, q, k, v, out, lse, dlse))
+        saved = Saved(dout, q, k, v, out, lse, dlse)
+        if _runs_without_kernel(problem):
+            return self._differentiate_algorithm(problem, kernel_config or config, saved)
+        return self._differentiate(problem, kernel_config, saved, cu_seqlens_q, cu_seqlens_k)
 
     def why_not(self, problem: Problem) -> str | None:
         """The first reason why this generation cannot run `problem`, as one clause; None if it can."""
@@ -243,6 +278,14 @@ class Generation:
             softcap=problem.softcap > 0,
             sequences="packed" if problem.varlen else "dense",
         )
+
+    def backward_key(self, problem: Problem, config: Any) -> KernelKey:
+        """The compiled kernel that the backward of a CUDA problem launches; `config` is a BackwardConfig."""
+        forward = self.forward_key(problem, config)
+        return replace(forward, direction="backward", splits=False, deterministic=problem.deterministic)
+
+    def _is_backward_config(self, config: Any) -> bool:
+        return self.backward_config_type is not None and type(config) is self.backward_config_type
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple) -> tuple[Tensor, Tensor]:
         """(out, lse), by way of the operator where autograd or the compiler has to see the call."""
@@ -369,10 +412,34 @@ class Generation:
                 )
         return out, lse
 
-    def _differentiate_algorithm(
-        self, problem: Problem, config: Any, saved: tuple[Tensor | None, ...]
+    def _differentiate(
+        self,
+        problem: Problem,
+        config: Any,
+        saved: Saved,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) by the algorithm; `saved` is (dout, q, k, v, out, lse, dlse)."""
+        """(dq, dk, dv) by the kernel; `config` None is the default."""
+        key = (problem, config, saved.q.device)
+        launch = self._launches_backward.get(key)
+        if launch is None:
+            config = self.default_backward_config(problem) if config is None else config
+            kernel = load(self.backward_key(problem, config), self.build_backward)
+            num_sms = torch.cuda.get_device_properties(saved.q.device).multi_processor_count
+            launch = self.bind_backward(kernel, problem, config, num_sms)
+            if len(self._launches_backward) >= MAX_RUNS:
+                self._launches_backward.clear()
+            self._launches_backward[key] = launch
+        gradients = tuple(torch.empty_like(x, memory_format=CONTIGUOUS) for x in (saved.q, saved.k, saved.v))
+        *tensors, lse, dlse = saved
+        with torch.no_grad():
+            lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+            launch(Saved(*map(_readable, tensors), lse, dlse), gradients, cu_seqlens_q, cu_seqlens_k)
+        return gradients
+
+    def _differentiate_algorithm(self, problem: Problem, config: Any, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) by the algorithm."""
         gradients = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in saved[1:4])
         with torch.no_grad():
             dout, q, k, v, out, lse, dlse = _with_batch(problem, *saved)
@@ -438,6 +505,24 @@ def is_unreadable(tensor: Tensor) -> bool:
     """Whether the kernels cannot read these strides: the last is not 1, or another no multiple of 16 bytes."""
     *strides, last = tensor.stride()
     return last != 1 or any(stride * tensor.itemsize % ALIGNMENT for stride in strides)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it that the kernels can read."""
+    if is_unreadable(tensor) or tensor.data_ptr() % ALIGNMENT:
+        return tensor.clone(memory_format=CONTIGUOUS)
+    return tensor
+
+
+def num_query_tiles(problem: Problem, tile_m: int) -> int:
+    """How many tiles of `tile_m` rows hold every sequence's queries, none of them shared by two sequences.
+
+    Dense: tile m of batch entry b is b * tiles + m. Packed: (cu_seqlens_q[b] + b * tile_m) // tile_m + m, which leaves
+    room for a ragged tile behind each sequence and needs to know no length but what cu_seqlens_q says.
+    """
+    if problem.varlen:
+        return problem.total_q // tile_m + problem.batch
+    return problem.batch * -(-problem.seqlen_q // tile_m)
 
 
 def _with_batch(problem: Problem, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

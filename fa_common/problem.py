@@ -14,6 +14,7 @@ Direction = Literal["fwd", "bwd", "fwd+bwd"]
 Window = tuple[int | None, int | None]
 
 MAX_HEAD_DIM = 256
+UNBOUNDED = 2**30  # keys: further than any sequence reaches, and no sum with a position overflows 32 bits
 FLOP_FACTORS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # the backward has five products where the forward has two
 
 
@@ -155,6 +156,12 @@ class Problem:
         if self.window == (None, None):
             return "causal" if self.causal else "full"
         return f"{'causal, ' if self.causal else ''}window ({self.window[0]}, {self.window[1]})"
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """How many keys before and behind its own position a query sees, in the numbers that kernels are given."""
+        left, right = (UNBOUNDED if bound is None else bound for bound in self.window)
+        return left, 0 if self.causal else right
 
     @property
     def pairs(self) -> float:

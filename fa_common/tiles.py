@@ -10,12 +10,13 @@ Everything here follows from that one picture:
 Helpers without a decorator are plain Python at trace time; those under `cute.jit` hold loops or dynamic conditions.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
@@ -49,6 +50,25 @@ def as_operand_a(acc_layout: cute.Layout) -> cute.Layout:
     (s0, s1), s_m, (s2, s3) = halves.shape
     (d0, d1), d_m, (d2, d3) = halves.stride
     return cute.make_layout(((s0, s1, s2), s_m, s3), stride=((d0, d1, d2), d_m, d3))
+
+
+@dsl_user_op
+def times(condition: Boolean, *, loc=None, ip=None) -> Int32:
+    """1 if it holds, else 0, in a way that hides from the compiler that it is no larger: `for _ in range(times(c))`.
+
+    What ptxas would turn from a branch into predicates stays a branch, across which it does not schedule.
+    """
+    number = Int32(condition, loc=loc, ip=ip)
+    hidden = llvm.inline_asm(
+        T.i32(),
+        [number.ir_value(loc=loc, ip=ip)],
+        "mov.b32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(hidden)
 
 
 @dsl_user_op
@@ -145,8 +165,28 @@ def mask_scores(
             S[r, c] = -Float32.inf if hidden else S[r, c]
 
 
+@cute.jit
+def cap_scores(acc_S: cute.Tensor, scale: Float32):
+    """S = tanh(scale * S), in place, as 1 - 2 / (1 + exp(2 * scale * S)): tanh.approx is right to 11 bits only, which a
+    softcap of 50 makes an error of 2 % in P."""
+    twice_log2 = scale * (2.0 * math.log2(math.e))
+    for i in cutlass.range_constexpr(cute.size(acc_S)):
+        exponential = cute.math.exp2(acc_S[i] * twice_log2, fastmath=True)
+        acc_S[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exponential)
+
+
+def score_scales(softmax_scale: Float32, softcap: Float32 | None) -> tuple:
+    """What raw scores are multiplied by before the tanh (1 without a softcap), and what goes to the exponential in base
+    2: softcap * tanh(scale * S / softcap) is taken as tanh in place, the factor before it with the exponential."""
+    scale_tanh = Float32(1.0) if softcap is None else softmax_scale / softcap
+    return scale_tanh, (softmax_scale if softcap is None else softcap) * math.log2(math.e)
+
+
 def quad_max(x: Float32) -> Float32:
-    return cute.arch.warp_reduction_max(x, threads_in_group=QUAD)
+    """The maximum of a quad's four lanes, one instruction a step: warp_reduction_max takes four, for NaN's sake."""
+    for offset in (2, 1):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+    return x
 
 
 def quad_sum(x: Float32) -> Float32:
@@ -171,6 +211,57 @@ def check_shared_memory(num_bytes: int, config, head_dim: int) -> None:
             f"{config} needs {num_bytes} bytes of shared memory at head_dim {head_dim}, sm_90 has {capacity}: "
             "take smaller tiles or fewer stages"
         )
+
+
+# ---- One sequence of a batch, padded or packed (fa1, fa2)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The queries and keys of one batch entry: where they begin in a packed tensor (0 if not packed), how many."""
+
+    offset_q: Int32
+    seqlen_q: Int32
+    offset_k: Int32
+    seqlen_k: Int32
+    batch: Int32
+
+    @staticmethod
+    def of(mQ: cute.Tensor, mK: cute.Tensor, cu_seqlens: tuple, batch: Int32) -> "Sequence":
+        """mQ and mK are `by_rows`; cu_seqlens is that of the queries and that of the keys, None unless packed."""
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens
+        if cu_seqlens_q is None:
+            return Sequence(Int32(0), mQ.shape[0], Int32(0), mK.shape[0], batch)
+        offset_q, offset_k = cu_seqlens_q[batch], cu_seqlens_k[batch]
+        return Sequence(
+            offset_q, cu_seqlens_q[batch + 1] - offset_q, offset_k, cu_seqlens_k[batch + 1] - offset_k, batch
+        )
+
+    def queries(self, mT: cute.Tensor, head: Int32) -> cute.Tensor:
+        """(rows, head_dim) of this sequence in a tensor that has a row for each query, `by_rows`."""
+        return self.rows(mT, head, self.offset_q)
+
+    def keys(self, mT: cute.Tensor, head: Int32) -> cute.Tensor:
+        """(rows, head_dim) of this sequence in a tensor that has a row for each key, `by_rows`."""
+        return self.rows(mT, head, self.offset_k)
+
+    def rows(self, mT: cute.Tensor, head: Int32, offset: Int32) -> cute.Tensor:
+        if cute.rank(mT) == 4:
+            return mT[None, None, head, self.batch]
+        return cute.domain_offset((offset, 0), mT[None, None, head])
+
+    def statistics(self, mT: cute.Tensor, head: Int32) -> cute.Tensor:
+        """(rows,) of this sequence's queries in LSE and its like, (batch, heads, seqlen_q) or (heads, total_q)."""
+        if cute.rank(mT) == 3:
+            return mT[self.batch, head, None]
+        return cute.domain_offset((self.offset_q,), mT[head, None])
+
+
+def by_rows(mT: cute.Tensor) -> cute.Tensor:
+    """(batch, seqlen, heads, head_dim) as (seqlen, head_dim, heads, batch); packed (total, heads, head_dim) as (total,
+    head_dim, heads)."""
+    modes = [1, 3, 2, 0] if cute.rank(mT) == 4 else [0, 2, 1]
+    return cute.make_tensor(mT.iterator, cute.select(mT.layout, mode=modes))
 
 
 # ---- What kernels are compiled for: every size dynamic but head_dim
@@ -231,6 +322,40 @@ def shared_pointer(dtype: type, address: Int32, align: int) -> cute.Pointer:
     return cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=align)
 
 
+def moved(pieces: cute.Tensor, num_bytes: Int32) -> cute.Tensor:
+    """A thread's pieces of a shared tile, so many bytes further: in another stage. A multiple of 128."""
+    pointer = shared_pointer(pieces.element_type, pieces.iterator.toint() + num_bytes, align=16)
+    return cute.make_tensor(pointer, pieces.layout)
+
+
+@dataclass(frozen=True)
+class Backwards:
+    """This thread's pieces of a global tile, block after block, from some block down to the first.
+
+    One address that steps down, carried through the loop. The compiler would compute it anew from head, batch and
+    strides in every block: a tenth of fa2's instructions.
+    """
+
+    address: cute.Tensor  # (1,) Int64, in registers
+    step: Int64  # bytes from one block to the next
+    dtype: type
+    layout: cute.Layout  # of a block's pieces, (16 B, rows, panels)
+
+    @staticmethod
+    def of(pieces: cute.Tensor, n_block: Int32) -> "Backwards":
+        """From pieces (16 B, rows, panels, n_blocks), beginning at `n_block`."""
+        address = cute.make_rmem_tensor((1,), Int64)
+        address[0] = pieces[None, None, None, n_block].iterator.toint()
+        step = Int64(pieces.stride[3]) * (pieces.element_type.width // 8)
+        return Backwards(address, step, pieces.element_type, cute.select(pieces.layout, mode=[0, 1, 2]))
+
+    def next(self) -> cute.Tensor:
+        """The pieces of this block; the next call gives those of the block before it."""
+        pointer = cute.make_ptr(self.dtype, self.address[0], cute.AddressSpace.gmem, assumed_align=16)
+        self.address[0] = self.address[0] - self.step
+        return cute.make_tensor(pointer, self.layout)
+
+
 @dataclass(frozen=True)
 class RowCopy:
     """This thread's share of copying a (rows, columns) tile between global and shared memory, 16 bytes at a time.
@@ -246,14 +371,14 @@ class RowCopy:
     num_columns: int  # that global memory has
 
     @staticmethod
-    def of(dtype: type, rows: int, num_columns: int, num_threads: int) -> "RowCopy":
+    def of(dtype: type, rows: int, num_columns: int, num_threads: int, thread: Int32 | None = None) -> "RowCopy":
         asynchronous = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
         )
         synchronous = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
         thread = cute.make_tiled_copy_tv(
             asynchronous, cute.make_ordered_layout((num_threads // 8, 8), order=(1, 0)), cute.make_layout((1, CHUNK))
-        ).get_slice(cute.arch.thread_idx()[0])
+        ).get_slice(cute.arch.thread_idx()[0] if thread is None else thread)
         pieces = thread.partition_S(cute.make_identity_tensor((rows, whole_panels(num_columns))))
         return RowCopy(asynchronous, synchronous, thread, pieces, num_columns)
 
@@ -353,6 +478,16 @@ class Operand:
         address = s.iterator.toint() + swizzled_offset(first_row + row, column, num_rows) * 2
         registers = mma.make_fragment_B(mma.partition_shape_B(shape))
         return Operand(atom, address, num_rows, 16, transpose, copy.retile(registers), registers)
+
+    def moved(self, num_bytes: Int32) -> "Operand":
+        """The same operand, so many bytes further in shared memory: in another stage. A multiple of 128."""
+        return replace(self, address=self.address + num_bytes)
+
+    def load_all(self) -> None:
+        """Reads every ldmatrix.x4 of it."""
+        for k_step in range(cute.size(self.registers, mode=[2])):
+            for i in range(self.num_groups):
+                self.load(i, k_step)
 
     def load(self, i: int, k_step: int) -> None:
         """Reads one ldmatrix.x4: 16 rows of M or N, the i-th such group, by the 16 of a k-step."""

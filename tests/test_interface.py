@@ -7,8 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from fa3.interface import UNBOUNDED
-from fa_common.problem import Problem
+from fa_common.problem import UNBOUNDED, Problem
 
 VERSIONS = ("fa1", "fa2", "fa3")
 PROBLEM = Problem(batch=2, seqlen_q=1000, seqlen_k=500, heads_q=4, heads_kv=2, head_dim=64)
@@ -40,13 +39,14 @@ def test_the_kernel_gets_the_tensors_in_order(version):
     given = launched(version, problem, tensors)
     assert all(x is y for x, y in zip(given, tensors[:5], strict=False))
     if version == "fa1":
-        *workspaces, softmax_scale = given[5:]
-        assert [tuple(x.shape) for x in workspaces] == [(2, 4, 9, 64), (2, 4, 9), (2, 4, 9)]
+        workspaces = given[7:9]
+        assert given[5:7] == (None, None)
+        assert [tuple(x.shape) for x in workspaces] == [(4, 2, 1, 8, 32, 4), (4, 2, 16, 2)]
         assert all(x.dtype == torch.float32 and x.is_contiguous() for x in workspaces)
         assert len({x.data_ptr() for x in workspaces}) == len(workspaces)
-        assert softmax_scale == 0.5
+        assert given[9:] == (0.5, 0.0, UNBOUNDED, UNBOUNDED)
     elif version == "fa2":
-        assert given[5:] == (0.5,)
+        assert given[5:] == (None, None, 0.5, 0.0, UNBOUNDED, UNBOUNDED, 9)
     else:
         assert given[5:] == (None, None, None, 0.5, 0.0, UNBOUNDED, UNBOUNDED, 132, 1)
 

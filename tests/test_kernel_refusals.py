@@ -96,7 +96,7 @@ def assert_refused(version: str, sequences: str, tensors: list, wrong: dict) -> 
     problem = Problem(batch=2, seqlen_q=256, seqlen_k=256, heads_q=4, heads_kv=2, head_dim=64)
     config = interface.default_config(problem)
     key = KernelKey(version, "forward", "bfloat16", 64, False, config, sequences=sequences)
-    numbers = (None, 0.1, 0.0, 0, 0, 132, 1) if version == "fa3" else (0.1,)
+    numbers = {"fa1": (0.1, 0.0, 0, 0), "fa2": (0.1, 0.0, 0, 0, 256), "fa3": (None, 0.1, 0.0, 0, 0, 132, 1)}[version]
     kernel = load(key, interface.build_forward)
     for message, position, tensor in wrong.values():
         given = [*tensors]
@@ -111,8 +111,8 @@ def test_what_a_kernel_refuses(version):
     q, out = (GpuTensor("bfloat16", 2, 256, 4, 64) for _ in range(2))
     k, v = (GpuTensor("bfloat16", 2, 256, 2, 64) for _ in range(2))
     others = {
-        "fa1": [GpuTensor("float32", 2, 4, 256, 64), GpuTensor("float32", 2, 4, 256), GpuTensor("float32", 2, 4, 256)],
-        "fa2": [],
+        "fa1": [None, None, GpuTensor("float32", 4, 32, 1, 8, 32, 4), GpuTensor("float32", 4, 32, 16, 2)],
+        "fa2": [None, None],
         "fa3": [None, None],
     }
     tensors = [q, k, v, out, GpuTensor("float32", 2, 4, 256), *others[version]]

@@ -24,7 +24,7 @@ HEAD_DIMS |= dict.fromkeys((40, 72, 96, 136, 192, 200), ("bfloat16",))
 # A default may depend on the length and on how well the GPU is filled.
 SMALL, LARGE = (1, 512, 512, 8, 8), (64, 4096, 4096, 32, 32)
 DECODING, FEW_QUERIES = (64, 1, 4096, 32, 8), (64, 16, 4096, 32, 4)
-# What fa3 alone has.
+# Beside plain attention.
 KINDS = {
     "window": (LARGE, {"window": (512, 64)}),
     "softcap": (LARGE, {"softcap": 30.0}),
@@ -51,8 +51,49 @@ def default_kernels() -> list:
         for dtype in HEAD_DIMS[head_dim]:
             key = default_key(version, Problem(*sizes, head_dim, dtype=getattr(torch, dtype), causal=causal))
             keys[key] = f"{version}-{dtype}-d{head_dim}-{'causal' if causal else 'full'}"
-    for head_dim, (kind, (sizes, options)) in product((64, 128, 256), KINDS.items()):
-        keys[default_key("fa3", Problem(*sizes, head_dim, **options))] = f"fa3-bfloat16-d{head_dim}-{kind}"
+    for version, head_dim, (kind, (sizes, options)) in product(("fa1", "fa3"), (64, 128, 256), KINDS.items()):
+        key = default_key(version, Problem(*sizes, head_dim, **options))
+        keys[key] = f"{version}-bfloat16-d{head_dim}-{kind}"
+    return [pytest.param(key, id=title) for key, title in keys.items()]
+
+
+# Of the backward: each head_dim plain and causal, bitwise repeatable or not; what has most numbers in registers.
+BACKWARD_KINDS = {
+    "window": {"window": (512, 64)},
+    "softcap": {"softcap": 30.0},
+    "packed causal": {"varlen": True, "causal": True},
+    "packed causal deterministic": {"varlen": True, "causal": True, "deterministic": True},
+    "packed window softcap": {"varlen": True, "window": (512, 64), "softcap": 30.0},
+    "packed window softcap deterministic": {
+        "varlen": True,
+        "window": (512, 64),
+        "softcap": 30.0,
+        "deterministic": True,
+    },
+}
+
+
+def default_backward_kernels() -> list:
+    keys = {}
+    for version in VERSIONS:
+        generation = importlib.import_module(f"{version}.interface").GENERATION
+        if not generation.capabilities.backward:
+            continue
+
+        def add(title, head_dim, dtype="bfloat16", generation=generation, **options):
+            problem = Problem(*LARGE, head_dim, dtype=getattr(torch, dtype), **options)
+            if generation.why_not(problem) is None:
+                key = generation.backward_key(problem, generation.default_backward_config(problem))
+                keys[key] = f"{generation.name}-{dtype}-d{head_dim}-{title}"
+
+        for head_dim, causal in product(HEAD_DIMS, (False, True)):
+            for dtype in HEAD_DIMS[head_dim]:
+                add("causal" if causal else "full", head_dim, dtype, causal=causal)
+        for head_dim, causal in product((64, 128, 192, 256), (False, True)):
+            title = f"{'causal' if causal else 'full'} deterministic"
+            add(title, head_dim, causal=causal, deterministic=True)
+        for head_dim, (title, options) in product((64, 128, 256), BACKWARD_KINDS.items()):
+            add(title, head_dim, **options)
     return [pytest.param(key, id=title) for key, title in keys.items()]
 
 
@@ -70,7 +111,7 @@ def turned() -> list:
 
 
 def check(key: KernelKey) -> KernelReport:
-    kernel = report(key, importlib.import_module(f"{key.version}.interface").build_forward)
+    kernel = report(key, getattr(importlib.import_module(f"{key.version}.interface"), f"build_{key.direction}"))
     assert not kernel.problems(), "; ".join(kernel.problems())
     assert kernel.shared_memory <= SHARED_MEMORY_LIMIT
     assert kernel.stack == 0
@@ -100,6 +141,12 @@ def expected_instructions(key: KernelKey) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("key", default_kernels())
 def test_default_kernel(key: KernelKey):
+    check(key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", default_backward_kernels())
+def test_default_backward_kernel(key: KernelKey):
     check(key)
 
 

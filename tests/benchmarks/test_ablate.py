@@ -308,8 +308,8 @@ def command(*arguments: str):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--version", "fa1"], "fa1 has no switches: choose from fa3"),
-        (["--version", "fa9"], "fa9: choose from fa3"),
+        (["--version", "fa1"], "fa1 has no switches: choose from fa2, fa3"),
+        (["--version", "fa9"], "fa9: choose from fa2, fa3"),
         (["--head-dim", "60"], "head_dim must be a multiple of 8"),
         (["--batch", "0"], "batch"),
     ],

@@ -95,5 +95,5 @@ def test_gpu_tests_need_a_gpu(tmp_path):
 
 def test_without_a_command_the_commands_are_listed():
     result = run()
-    for command in ("compare", "ablate", "shapes", "sustained", "decode", "doctor", "gpu-tests", "report"):
+    for command in ("compare", "ablate", "tiles", "shapes", "sustained", "decode", "doctor", "gpu-tests", "report"):
         assert command in result.output

@@ -77,7 +77,7 @@ def test_auto_is_the_newest_that_fits(ran, capable):
     fa.flash_attn_func(*qkv())
     assert ran == ["fa3"]
     assert fa.select(PROBLEM) == "fa3"
-    capable(fa3={"dtypes": ("float16",), "softcap": False}, fa1={"softcap": True})
+    capable(fa3={"dtypes": ("float16",), "softcap": False}, fa2={"softcap": False}, fa1={"softcap": True})
     fa.flash_attn_func(*qkv(torch.bfloat16))
     fa.flash_attn_func(*qkv(torch.float16))
     fa.flash_attn_func(*qkv(torch.bfloat16))
@@ -195,20 +195,23 @@ def test_an_unknown_version_lists_the_choices(version):
 
 def test_a_refusal_says_which_generations_have_it(capable):
     softcap = replace(PROBLEM, softcap=2.0)
+    lacking = {"fa1": {"softcap": False}, "fa2": {"softcap": False}}
+    capable(**lacking)
     with pytest.raises(fa.UnsupportedProblem, match=r"fa1 cannot .*: .*softcap=2.0.*; fa3 can$"):
         fa.select(softcap, version="fa1")
-    capable(fa3={"softcap": False})
+    capable(**lacking, fa3={"softcap": False})
     with pytest.raises(fa.UnsupportedProblem, match=r"fa1 cannot .*: .*softcap=2.0.*; no other generation can$"):
         fa.select(softcap, version="fa1")
-    capable(fa2={"softcap": True})
+    capable(fa1={"softcap": False})
     with pytest.raises(fa.UnsupportedProblem, match=r"; fa2 and fa3 can$"):
         fa.select(softcap, version="fa1")
 
 
 @pytest.mark.parametrize("change", [{"window": (64, 3)}, {"softcap": 2.0}, {"varlen": True}], ids=str)
-def test_what_fa3_alone_has_goes_to_fa3(change):
+def test_what_fa3_alone_has_goes_to_fa3(change, capable):
     problem = replace(PROBLEM, **change)
     [name] = change
+    capable(fa1={name: False}, fa2={name: False})
     assert fa.select(problem) == "fa3"
     for version in ("fa1", "fa2"):
         with pytest.raises(fa.UnsupportedProblem, match=rf"{version} cannot .*{name}.*; fa3 can$"):

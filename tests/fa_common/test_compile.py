@@ -320,6 +320,7 @@ def test_the_compilers_environment_belongs_to_the_key(monkeypatch, variable, cou
         {"head_dim": 128},
         {"causal": True},
         {"config": Config(threads=64)},
+        {"deterministic": True},
         {"arch": "sm_100a"},
     ],
 )
