@@ -170,8 +170,8 @@ def default_backward_config(problem: Problem) -> BackwardConfig:
         return BackwardConfig(tile_m=64, tile_n=64, num_warps=4, key_warps=4, query_warps=4)
     if problem.head_dim > 128:
         return BackwardConfig(tile_m=64, tile_n=64, num_warps=8, key_warps=2, query_warps=2)
-    # A window's bounds, a softcap, or whose turn it is: what few registers more than the plain kernels have.
+    # The registers of plain kernels are all taken: none for a window, a softcap, or where to look up whose turn it is.
     is_bounded = problem.window != (None, None) or problem.softcap > 0
-    if is_bounded or (problem.deterministic and problem.causal):
+    if is_bounded or (problem.causal and (problem.varlen or problem.deterministic)):
         return BackwardConfig(tile_m=64, tile_n=64, num_warps=8, key_warps=4, query_warps=2)
     return BackwardConfig(tile_m=64, tile_n=128, num_warps=8, key_warps=4, query_warps=2)
