@@ -71,9 +71,10 @@ def default_config(problem: Problem) -> Config:
         q_splits *= 2
     if problem.head_dim <= 64:
         return Config(tile_m=16, tile_n=256, q_splits=q_splits)
-    if problem.head_dim <= 128 and not problem.varlen:
+    if problem.head_dim in (96, 128) and not problem.varlen:
         return Config(tile_m=16, tile_n=128, q_splits=q_splits)
-    # Beyond 128 columns the registers have no room for K and V, nor beyond 64 with what packed sequences need.
+    # Beyond 128 columns the registers have no room for K and V, nor beyond 64 with what packed sequences need, or what
+    # rows need that end inside a group of 32 columns.
     return Config(tile_m=16, tile_n=128, kv_in_registers=False, share_stages=1, q_splits=q_splits)
 
 
@@ -111,14 +112,15 @@ def default_backward_config(problem: Problem) -> BackwardConfig:
     """Tiles that fit and do not spill, and enough splits of the keys to fill 132 SMs, unless the sum of dQ must have
     one order: that is the paper's grid.
 
-    Splits double until a wave of CTAs is full (two on an SM with head_dim up to 64), while each has a key block.
+    Splits double until a wave of CTAs is full (two on an SM with four warps), while each has a key block.
     """
-    narrow = problem.head_dim <= 64
+    # With a window or packed sequences four warps would spill.
+    is_small = problem.head_dim <= 64 and problem.window == (None, None) and not problem.varlen
     tile_n, kv_splits = 128 if problem.head_dim <= 128 else 64, 1
-    ctas, enough = problem.batch * problem.heads_kv, (256 if narrow else 128)
+    ctas, enough = problem.batch * problem.heads_kv, (256 if is_small else 128)
     while not problem.deterministic and ctas * kv_splits < enough and kv_splits * tile_n < problem.seqlen_k:
         kv_splits *= 2
-    if narrow:
+    if is_small:
         return BackwardConfig(32, tile_n, num_warps=4, key_warps=4, kv_splits=kv_splits)
     key_warps = 8 if problem.head_dim <= 128 else 4
     return BackwardConfig(32, tile_n, num_warps=8, key_warps=key_warps, kv_splits=kv_splits)

@@ -19,19 +19,22 @@ AMPERE = {"HMMA", "LDGSTS", "LDSM"}  # mma.sync, cp.async, ldmatrix
 HOPPER = {"HGMMA", "UTMALDG", "UTMASTG"}  # WGMMA, TMA loads, TMA stores
 
 # Each width that a tile can have, and head_dims that end inside their tile.
-HEAD_DIMS = {64: ("float16", "bfloat16"), 128: ("float16", "bfloat16"), 256: ("float16", "bfloat16")}
-HEAD_DIMS |= dict.fromkeys((40, 72, 96, 136, 192, 200), ("bfloat16",))
+HEAD_DIMS = (64, 128, 256)
+OTHER_HEAD_DIMS = (40, 72, 96, 136, 192, 200)
+MASKS = {"full": False, "causal": True}
 # A default may depend on the length and on how well the GPU is filled.
 SMALL, LARGE = (1, 512, 512, 8, 8), (64, 4096, 4096, 32, 32)
 DECODING, FEW_QUERIES = (64, 1, 4096, 32, 8), (64, 16, 4096, 32, 4)
-# Beside plain attention.
+# Beside plain attention: what takes most registers, and what fa3 has tiles of its own for.
 KINDS = {
     "window": (LARGE, {"window": (512, 64)}),
-    "softcap": (LARGE, {"softcap": 30.0}),
     "causal softcap": (LARGE, {"causal": True, "softcap": 30.0}),
-    "packed": (LARGE, {"varlen": True}),
     "packed causal": (LARGE, {"varlen": True, "causal": True}),
     "packed window softcap": (LARGE, {"varlen": True, "window": (512, 64), "softcap": 30.0}),
+}
+FA3_KINDS = KINDS | {
+    "softcap": (LARGE, {"softcap": 30.0}),
+    "packed": (LARGE, {"varlen": True}),
     "decoding": (DECODING, {}),
     "few queries": (FEW_QUERIES, {"causal": True}),
     "packed few queries": (FEW_QUERIES, {"varlen": True, "causal": True}),
@@ -47,23 +50,28 @@ def default_key(version: str, problem: Problem) -> KernelKey:
 
 def default_kernels() -> list:
     keys = {}  # a dict keeps their order
-    for version, head_dim, causal, sizes in product(VERSIONS, HEAD_DIMS, (False, True), (SMALL, LARGE)):
-        for dtype in HEAD_DIMS[head_dim]:
-            key = default_key(version, Problem(*sizes, head_dim, dtype=getattr(torch, dtype), causal=causal))
-            keys[key] = f"{version}-{dtype}-d{head_dim}-{'causal' if causal else 'full'}"
-    for version, head_dim, (kind, (sizes, options)) in product(("fa1", "fa3"), (64, 128, 256), KINDS.items()):
-        key = default_key(version, Problem(*sizes, head_dim, **options))
-        keys[key] = f"{version}-bfloat16-d{head_dim}-{kind}"
+
+    def add(version: str, title: str, sizes: tuple, head_dim: int, dtype: str = "bfloat16", **options) -> None:
+        key = default_key(version, Problem(*sizes, head_dim, dtype=getattr(torch, dtype), **options))
+        keys[key] = f"{version}-{dtype}-d{head_dim}-{title}"
+
+    for version, head_dim, (title, causal) in product(VERSIONS, HEAD_DIMS, MASKS.items()):
+        add(version, title, SMALL, head_dim, causal=causal)
+        add(version, title, LARGE, head_dim, causal=causal)
+        add(version, title, LARGE, head_dim, "float16", causal=causal)
+    for version, (i, head_dim) in product(VERSIONS, enumerate(OTHER_HEAD_DIMS)):
+        add(version, ("full", "causal")[i % 2], LARGE, head_dim, causal=bool(i % 2))
+    for version, head_dim in product(VERSIONS, HEAD_DIMS):
+        for title, (sizes, options) in (FA3_KINDS if version == "fa3" else KINDS).items():
+            add(version, title, sizes, head_dim, **options)
     return [pytest.param(key, id=title) for key, title in keys.items()]
 
 
-# Of the backward: each head_dim plain and causal, bitwise repeatable or not; what has most numbers in registers.
+# Of the backward: what has most numbers in registers.
 BACKWARD_KINDS = {
     "window": {"window": (512, 64)},
-    "softcap": {"softcap": 30.0},
+    "causal deterministic": {"causal": True, "deterministic": True},
     "packed causal": {"varlen": True, "causal": True},
-    "packed causal deterministic": {"varlen": True, "causal": True, "deterministic": True},
-    "packed window softcap": {"varlen": True, "window": (512, 64), "softcap": 30.0},
     "packed window softcap deterministic": {
         "varlen": True,
         "window": (512, 64),
@@ -86,13 +94,12 @@ def default_backward_kernels() -> list:
                 key = generation.backward_key(problem, generation.default_backward_config(problem))
                 keys[key] = f"{generation.name}-{dtype}-d{head_dim}-{title}"
 
-        for head_dim, causal in product(HEAD_DIMS, (False, True)):
-            for dtype in HEAD_DIMS[head_dim]:
-                add("causal" if causal else "full", head_dim, dtype, causal=causal)
-        for head_dim, causal in product((64, 128, 192, 256), (False, True)):
-            title = f"{'causal' if causal else 'full'} deterministic"
-            add(title, head_dim, causal=causal, deterministic=True)
-        for head_dim, (title, options) in product((64, 128, 256), BACKWARD_KINDS.items()):
+        for head_dim, (title, causal) in product(HEAD_DIMS, MASKS.items()):
+            add(title, head_dim, causal=causal)
+        add("causal", 64, "float16", causal=True)
+        for i, head_dim in enumerate(OTHER_HEAD_DIMS):
+            add(("causal", "full")[i % 2], head_dim, causal=not i % 2)
+        for head_dim, (title, options) in product(HEAD_DIMS, BACKWARD_KINDS.items()):
             add(title, head_dim, **options)
     return [pytest.param(key, id=title) for key, title in keys.items()]
 
