@@ -526,7 +526,7 @@ class Backward:
             config = self.config
             # The warps that share these keys have written all of their P and dS, for dV and dK.
             cute.arch.barrier(
-                barrier_id=FIRST_KEY_BARRIER + thread_index_anew() // THREADS_PER_WARP % config.key_warps,
+                barrier_id=FIRST_KEY_BARRIER + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % config.key_warps,
                 number_of_threads=THREADS_PER_WARP * (config.num_warps // config.key_warps),
             )
 
