@@ -168,10 +168,12 @@ def default_backward_config(problem: Problem) -> BackwardConfig:
     if problem.head_dim <= 64:
         # Small CTAs, several on an SM: one's products run while another waits at its barrier.
         return BackwardConfig(tile_m=64, tile_n=64, num_warps=4, key_warps=4, query_warps=4)
+    is_bounded, is_capped = problem.window != (None, None), problem.softcap > 0
+    if problem.head_dim > 192 and is_bounded and is_capped:
+        return BackwardConfig(tile_m=32, tile_n=64, num_warps=8, key_warps=4, query_warps=2)
     if problem.head_dim > 128:
         return BackwardConfig(tile_m=64, tile_n=64, num_warps=8, key_warps=2, query_warps=2)
-    # The registers of plain kernels are all taken: none for a window, a softcap, or where to look up whose turn it is.
-    is_bounded = problem.window != (None, None) or problem.softcap > 0
-    if is_bounded or (problem.causal and (problem.varlen or problem.deterministic)):
+    # A window's bounds, a softcap, where a packed sequence lies or whose turn it is: plain kernels' registers are full.
+    if is_bounded or is_capped or (problem.causal and (problem.deterministic or problem.varlen)):
         return BackwardConfig(tile_m=64, tile_n=64, num_warps=8, key_warps=4, query_warps=2)
     return BackwardConfig(tile_m=64, tile_n=128, num_warps=8, key_warps=4, query_warps=2)
