@@ -29,9 +29,9 @@ DEPENDENCIES = {"torch", "cutlass", "tvm_ffi", "einops"}  # of the library; benc
 KERNEL_METHODS = ("__call__", "kernel", "load", "attend", "block", "store")
 # A file an idea: warp roles and barriers, persistent tiles, loads, the two products, how O leaves, FP8; decoding with a
 # cache, which launches kernels and has none, and the merging of split keys.
-ONLY_FA2 = ("split_k.py",)  # what fa1's warps do, for the switch that goes back to it
+ONLY_FA2 = {"split_k.py"}  # what fa1's warps do, for the switch that goes back to it
 ONLY_FA3 = {"sync.py", "scheduler.py", "loads.py", "products.py", "epilogue.py", "fp8.py", "kvcache.py", "merge.py"}
-KERNEL_FILES = ONLY_FA3 - {"kvcache.py"} | {"forward.py", "backward.py", "softmax.py", "tiles.py"}
+KERNEL_FILES = ONLY_FA2 | ONLY_FA3 - {"kvcache.py"} | {"forward.py", "backward.py", "softmax.py", "tiles.py"}
 
 MAX_FUNCTION_LINES = 80
 MAX_METHOD_PARAMETERS = 8
