@@ -72,8 +72,8 @@ def one_pass(text: str) -> str:
     return text
 
 
-def space_of(version: str, pass_: str, given: Sequence[str]) -> dict[str, tuple]:
-    """What to search: FIELD=VALUE,VALUE each, numbers or true and false; if nothing is given the generation's own."""
+def fields_of(given: Sequence[str]) -> dict[str, tuple]:
+    """The values of each field: FIELD=VALUE,VALUE each, numbers or true and false."""
     words = {"true": True, "false": False}
     space = {}
     for text in given:
@@ -86,8 +86,13 @@ def space_of(version: str, pass_: str, given: Sequence[str]) -> dict[str, tuple]
             raise typer.BadParameter(
                 f"FIELD=VALUE,VALUE is needed, values numbers, true or false; got {text!r}"
             ) from None
+    return space
+
+
+def space_of(version: str, pass_: str, given: Sequence[str]) -> dict[str, tuple]:
+    """What to search; if nothing is given the generation's own."""
     try:
-        return space or dict(benchmarks.tiles.space_of(version, pass_))
+        return fields_of(given) or dict(benchmarks.tiles.space_of(version, pass_))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -192,6 +197,10 @@ def ablate(
     heads: Positive = benchmarks.ablate.HEADS,
     heads_kv: HeadsKv = None,
     dtype: Dtypes = ABLATION["dtype"],
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=V", help="A number of its Config, for every line; again for each field."),
+    ] = None,
     repeats: Rounds = benchmarks.ablate.ROUNDS,
     results: Results = RESULTS,
     picture: Picture = benchmarks.ablate.PICTURE,
@@ -204,9 +213,19 @@ def ablate(
     out = console()
     masks = ("causal",) if causal else mask
     problems = problems_of(head_dim, masks, seqlen, dtype, batch=batch, heads=heads, heads_kv=heads_kv)
+    chosen = fields_of(fields or ())
+    if several_values := [field for field, values in chosen.items() if len(values) != 1]:
+        raise typer.BadParameter(f"{', '.join(several_values)}: one value is needed; `tiles` searches among several")
+    chosen = {field: value for field, (value,) in chosen.items()}
+    try:
+        for problem in problems:
+            benchmarks.ablate.full_config(version, problem, chosen)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if nothing_measured(out):
-        raise typer.Exit(benchmarks.ablate.compile_only(version, problems, out))
-    raise typer.Exit(benchmarks.ablate.ablate(version, problems, Budget(rounds=repeats), results, picture, out))
+        raise typer.Exit(benchmarks.ablate.compile_only(version, problems, chosen, out))
+    budget = Budget(rounds=repeats)
+    raise typer.Exit(benchmarks.ablate.ablate(version, problems, chosen, budget, results, picture, out))
 
 
 @app.command()

@@ -5,6 +5,7 @@
     with            the full configuration and one switch more, of those that it leaves off
 
 Tiles and stages are those of the full configuration throughout, so a rung differs from its neighbour by its idea alone.
+They are the problem's default unless others are chosen: what an idea saves, registers say, must be there without it.
 A configuration that there cannot be, because a rule of its Config forbids it, is a line with the rule and no number.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -20,7 +22,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks import compare, comparison, plot, rows, without_gpu
-from benchmarks.contenders import Ours, default_choices, switched
+from benchmarks.contenders import Ours, default_choices, numbers, switched
 from benchmarks.peers import GEMM
 from benchmarks.problems import grid, name, problem_of
 from benchmarks.rows import Row
@@ -118,38 +120,57 @@ def _legal(make: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def contenders(version: str, problems: Sequence[Problem]) -> list[Ours]:
+def full_config(version: str, problem: Problem, chosen: Mapping[str, int]) -> Any:
+    """What the lines start from: the problem's default, with the fields in `chosen`. Raises ValueError naming the rule
+    that forbids it, or a field that the generation's Config has not."""
+    default = GENERATIONS[version].default_config(problem)
+    known = numbers(default)
+    if unknown := [field for field in chosen if field not in known]:
+        kind = f"{version}.{type(default).__name__}"
+        raise ValueError(f"{', '.join(unknown)}: {kind} has no such number; choose from {', '.join(known)}")
+    return replace(default, **chosen)
+
+
+def contenders(
+    version: str, problems: Sequence[Problem], chosen: Mapping[str, int] = MappingProxyType({})
+) -> list[Ours]:
     """Every configuration that the lines of these problems need, once; its name is its switches' label."""
-    configs = [line.config for problem in problems for line in lines(GENERATIONS[version].default_config(problem))]
+    configs = [line.config for problem in problems for line in lines(full_config(version, problem, chosen))]
     by_label = {
         label(config): {f.name: getattr(config, f.name) for f in switches(config)} for config in configs if config
     }
-    return [Ours(version, text, on) for text, on in by_label.items()]
+    return [Ours(version, text, {**chosen, **on}) for text, on in by_label.items()]
 
 
 def ablate(
-    version: str, problems: Sequence[Problem], budget: Budget, results: Path, picture: Path, console: Console
+    version: str,
+    problems: Sequence[Problem],
+    chosen: Mapping[str, int],
+    budget: Budget,
+    results: Path,
+    picture: Path,
+    console: Console,
 ) -> int:
     """Measures the ablation on the current GPU; the exit status is 1 if a configuration failed, 130 if interrupted."""
-    sweep = compare.prepare(contenders(version, problems), problems, budget, results, console, SUITE)
+    sweep = compare.prepare(contenders(version, problems, chosen), problems, budget, results, console, SUITE)
     groups = [[problem] for problem in problems]
     status = compare.run(compare.steps(sweep, groups, lambda row: row.switches_label or row.version), console)
     compare.show(sweep, console, tables, draw, picture)
     return status or int(bool(sweep.failed))
 
 
-def compile_only(version: str, problems: Sequence[Problem], console: Console) -> int:
+def compile_only(version: str, problems: Sequence[Problem], chosen: Mapping[str, int], console: Console) -> int:
     """Shows what each configuration is compiled to; the exit status is 1 if one does not compile."""
     kinds = without_gpu.kinds_of(problems)
     for problem in kinds:
         if reason := GENERATIONS[version].why_not(problem):
             console.print(f"{version} is missing in {name(problem)}: {reason}", highlight=False)
             continue
-        for line in lines(GENERATIONS[version].default_config(problem)):
+        for line in lines(full_config(version, problem, chosen)):
             if line.why_not:
                 console.print(f"{name(problem)}, {line.text}: {line.why_not}", highlight=False)
     able = [problem for problem in kinds if not GENERATIONS[version].why_not(problem)]
-    return int(not without_gpu.kernels(contenders(version, able), able, console, who="configuration"))
+    return int(not without_gpu.kernels(contenders(version, able, chosen), able, console, who="configuration"))
 
 
 class Ablation:
@@ -159,7 +180,10 @@ class Ablation:
         measured = comparison.as_rows(measured)
         self.version = measured[0].version
         self.problem = problem_of(measured[0])
-        self.full = GENERATIONS[self.version].default_config(self.problem)
+        default = GENERATIONS[self.version].default_config(self.problem)
+        known = [field for field in numbers(default) if field in measured[0].config]
+        self.full = replace(default, **{field: measured[0].config[field] for field in known})
+        self.chosen = {field: getattr(self.full, field) for field in known if self.full != default}
         self.lines = lines(self.full)
         self._rows = {_on(row.config): row for row in measured}
 
@@ -217,6 +241,9 @@ def _table(ablation: Ablation, stale: bool, notes: list[str]) -> Table:
     result = Table(f"{ablation.title} (batch, seqlen, heads)", columns, notes=notes)
     if ablation.is_the_papers:
         result.notes.append(PAPER)
+    if ablation.chosen:
+        chosen = ", ".join(f"{field} {value}" for field, value in ablation.chosen.items())
+        result.notes.append(f"Every line has {chosen}; the default of this problem has others.")
     for line in ablation.lines:
         row = ablation.row(line.config)
         measured = (

@@ -60,6 +60,12 @@ def default_choices(config: Any) -> dict[str, str]:
     return {f.name: f.default for f in chosen if isinstance(f.default, str)}
 
 
+def numbers(config: Any) -> dict[str, int]:
+    """The fields of a Config that are numbers: tiles, warps, stages."""
+    names = [f.name for f in fields(config)]
+    return {name: value for name in names if type(value := getattr(config, name)) is int}
+
+
 class Ours:
     """One of our generations: its `forward`, with O and LSE allocated beforehand.
 

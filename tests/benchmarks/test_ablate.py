@@ -130,6 +130,14 @@ def test_each_configuration_is_measured_once_on_each_problem(cpu_problem):
             assert one.kernel(problem)[0].config == config
 
 
+def test_chosen_tiles_are_those_of_every_line():
+    chosen = {"tile_m": 128, "tile_n": 64}
+    for one in ablate.contenders("fa3", [ablate.DEFAULT], chosen):
+        config = one.config(ablate.DEFAULT)
+        assert (config.tile_m, config.tile_n, config.stages) == (128, 64, FULL.stages)
+        assert label(config) == one.name
+
+
 def test_switches_that_do_not_go_with_a_problems_tiles_are_a_reason(cpu_problem):
     one = Ours("fa3", "odd", {"pingpong": True})
     one.generation = replace_default(FA3, FA3.config_type(tile_m=64, pingpong=False))
@@ -148,7 +156,7 @@ def replace_default(generation, config):
 def measure(monkeypatch, fake_timer, small_gemm, tmp_path):
     """Runs the whole command; returns its exit status and what it printed."""
 
-    def run(problems, unfit=()):
+    def run(problems, unfit=(), chosen=()):
         facts = {"gpu": "NVIDIA H200", "torch": "2.11.0", "dsl": "4.8.1", "driver": "580.1"}
         monkeypatch.setattr(compare.machine, "facts", lambda: facts)
         monkeypatch.setattr(compare, "DeviceTimer", lambda telemetry: fake_timer())
@@ -156,7 +164,7 @@ def measure(monkeypatch, fake_timer, small_gemm, tmp_path):
         monkeypatch.setattr(compare.probe, "unfit", lambda ours, problems: dict(unfit))
         output = Console(file=StringIO(), width=200)
         picture = tmp_path / "picture.svg"
-        status = ablate.ablate("fa3", problems, Budget(rounds=1), tmp_path / "results", picture, output)
+        status = ablate.ablate("fa3", problems, dict(chosen), Budget(rounds=1), tmp_path / "results", picture, output)
         return status, output.file.getvalue()
 
     return run
@@ -184,6 +192,13 @@ def test_the_whole_command(measure, cpu_problem, tmp_path):
         assert text in output
     assert f"{len(measured) + 1} rows of run {gemm.run}" in output
     assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_chosen_tiles_stand_under_the_table(measure, cpu_problem, tmp_path):
+    status, output = measure([cpu_problem(64)], chosen={"tile_m": 128})
+    assert status == 0, output
+    assert {row.config["tile_m"] for row in kept(tmp_path)[1:]} == {128}
+    assert "Every line has tile_m 128, tile_n 64, stages 3, q_register_steps 1; the default" in " ".join(output.split())
 
 
 def test_a_configuration_that_hangs_costs_only_its_own_line(measure, cpu_problem, tmp_path):
@@ -312,6 +327,10 @@ def command(*arguments: str):
         (["--version", "fa9"], "fa9: choose from fa2, fa3"),
         (["--head-dim", "60"], "head_dim must be a multiple of 8"),
         (["--batch", "0"], "batch"),
+        (["--set", "tile_k=64"], "tile_k: fa3.Config has no such number"),
+        (["--set", "tile_n=64,80"], "tile_n: one value is needed; `tiles` searches among several"),
+        (["--set", "tile_n=60"], "tile_n must be a multiple of 16"),
+        (["--set", "tile_n"], "FIELD=VALUE,VALUE is needed"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], message: str):
