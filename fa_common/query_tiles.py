@@ -90,13 +90,14 @@ class QueryTiles:
         ]
         shape = cute.product_each(tgO.shape)  # (16 B, rows, panels)
         rO, rdO = cute.make_rmem_tensor(shape, self.dtype), cute.make_rmem_tensor(shape, self.dtype)
-        rO.fill(0)
-        rdO.fill(0)
         for i in cutlass.range_constexpr(shape[1]):
             for panel in cutlass.range_constexpr(shape[2]):
                 if copy.exists(i, panel, num_rows):
                     cute.copy(copy.synchronous, tgO[None, i, panel], rO[None, i, panel])
                     cute.copy(copy.synchronous, tgdO[None, i, panel], rdO[None, i, panel])
+                else:
+                    rO[None, i, panel].fill(0)
+                    rdO[None, i, panel].fill(0)
         lse, dlse = sequence.statistics(mLSE, head), sequence.statistics(mdLSE, head)
         for i in cutlass.range_constexpr(shape[1]):
             row, column = copy.pieces[0, i, 0]
