@@ -68,7 +68,7 @@ def test_the_default_of_every_problem_fits_with_every_switch(head_dim):
             assert shared_memory(variant, head_dim) <= SHARED_MEMORY_LIMIT, (variant, problem)
 
 
-@pytest.mark.parametrize(("head_dim", "stages"), product((64, 72, 128, 192, 256), (1, 2)))
+@pytest.mark.parametrize(("head_dim", "stages"), list(product((64, 72, 128, 192, 256), (1, 2))))
 def test_without_split_q_the_tile_is_fa1s(head_dim, stages):
     tile_m, tile_n, num_warps = split_k_tile(head_dim, stages)
     assert (tile_m, num_warps) == (32 if head_dim <= 64 else 16, 4)
