@@ -88,10 +88,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared-memory tensors; of sQ, sdO and statistics the first stage."""
+    """Shared-memory tensors; of sQ and statistics the first stage. dO lies behind Q, `dO_from_Q` bytes further."""
 
     sQ: cute.Tensor  # (tile_m, width)
-    sdO: cute.Tensor  # (tile_m, width)
     sK: cute.Tensor  # (tile_n, width)
     sV: cute.Tensor  # (tile_n, width)
     sdQ: cute.Tensor  # (4, lanes, tile_m / 16, 8, key_warps, STAGES) fp32: a warp's share of 64 columns, in pieces
@@ -230,7 +229,6 @@ class Backward:
         )
         shared = Shared(
             sQ=sQ,
-            sdO=cute.make_tensor(sQ.iterator + self.dO_from_Q // 2, sQ.layout),
             sK=sK,
             sV=cute.make_tensor(sK.iterator + self.V_from_K // 2, sK.layout),
             sdQ=storage.sdQ.get_tensor(
@@ -302,8 +300,9 @@ class Backward:
             self.load(n_block, work, tensors, shared)
             if num_visits > 0:
                 self.load_queries((begin, Int32(0), 0), work, tensors, scratch[0], shared)
+            # K, V and the first Q, dO and statistics are one group.
             cute.arch.cp_async_commit_group()
-            # K, V and the first Q, dO and statistics have arrived, for every thread.
+            # They have arrived, for every thread.
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             m_block, head_of_group = Int32(begin), Int32(0)

@@ -321,8 +321,8 @@ class Forward:
         load_rows_in_a_loop(copies.kv, copies.tKgK[None, None, None, n_block], copies.tKsK, num_keys)
         load_rows_in_a_loop(copies.kv, copies.tVgV[None, None, None, n_block], copies.tVsV, num_keys)
         self.load_queries(0, m_block, tile, copies)
+        # K, V and the first queries are one group, which has arrived for every thread behind the barrier.
         cute.arch.cp_async_commit_group()
-        # K, V and the first queries have arrived, for every thread.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if const_expr(self.config.kv_in_registers):

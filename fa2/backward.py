@@ -85,7 +85,9 @@ from fa_common.warp_tiles import (
 
 THREADS_PER_WARP = 32
 STAGES = 2  # of Q and dO: those of the next block travel under the products of this one
-FIRST_KEY_BARRIER = 1  # named barriers of the warps that share keys, one for each such group
+# Named barrier FIRST_KEY_BARRIER + g (0 is `__syncthreads`): the num_warps / key_warps warps, 32 threads each, that
+# share the g-th part of the keys have written their P and dS.
+FIRST_KEY_BARRIER = 1
 
 
 @dataclass(frozen=True)

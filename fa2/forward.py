@@ -463,6 +463,7 @@ class Forward:
     def rescale_by_predicate(self, acc_O: cute.Tensor, rescale: cute.Tensor, rises: Boolean):
         """O *= rescale where a maximum rose: ptxas makes predicates of this `if`, and one block of it all."""
         if rises:
+            # For the compiler, nobody waits for data: without it the tile spills at d = 96, full.
             cute.arch.sync_warp()
             rescale_rows(acc_O, rescale)
 

@@ -114,6 +114,7 @@ class Pipes:
 
     def wait(self, pipe: pipeline.PipelineAsync, state: pipeline.PipelineState) -> None:
         """Until a stage of K or V has been filled."""
+        # Whoever loads has filled it: TMA has counted down its bytes, or every loading thread has arrived.
         pipe.consumer_wait(state)
         if not self.tma:
             # cp.async wrote it as ordinary stores do: what this thread has seen of them becomes visible to WGMMA.

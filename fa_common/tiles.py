@@ -274,11 +274,6 @@ def fake_sequences(dtype: type, shape: tuple) -> cute.Tensor:
     return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
 
 
-def fake_accumulator(shape: tuple) -> cute.Tensor:
-    """Contiguous fp32 (batch, heads, seqlen, head_dim), read and written 16 bytes at a time."""
-    return make_fake_compact_tensor(Float32, shape, stride_order=(3, 2, 1, 0), assumed_align=16)
-
-
 def fake_rows(shape: tuple) -> cute.Tensor:
     """Contiguous fp32, the last mode innermost: LSE and other statistics of a row."""
     return make_fake_compact_tensor(Float32, shape, stride_order=tuple(reversed(range(len(shape)))))
