@@ -1,6 +1,6 @@
 """What FA3's kernels are built from: tiles, stages and the ideas that can be switched off one at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fa_common.capabilities import Capabilities
@@ -18,6 +18,12 @@ CAPABILITIES = Capabilities(
 )
 SCHEDULERS = ("static", "dynamic")
 SHORT_QUERIES = 16  # up to so many, the query heads of a K/V head are packed into one tile
+
+# FP8 (FA3 3.3). An e4m3 row must be a multiple of 16 bytes, as every load is.
+FP8_CAPABILITIES = replace(CAPABILITIES, dtypes=("float8_e4m3fn",), head_dims=tuple(range(16, 257, 16)))
+# So many rows of a sequence and head share a scale, where blocks have one.
+Q_BLOCK = 64  # of Q: what one warpgroup computes
+KV_BLOCK = 128  # of K and of V
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,11 @@ def default_config(problem: Problem) -> Config:
     # Shared memory has no room for O beside Q.
     tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
     return schedule(tile_m=128, tile_n=tile_n, stages=2, epilogue_overlap=False)
+
+
+def default_fp8_config(problem: Problem) -> Config:
+    """The tiles of FP8 attention: a block of keys that has one scale, whatever the mask and the length."""
+    return Config(tile_m=128, tile_n=KV_BLOCK, stages=2)
 
 
 def few_queries_config(problem: Problem) -> Config:
