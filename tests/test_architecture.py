@@ -27,8 +27,8 @@ DEPENDENCIES = {"torch", "cutlass", "tvm_ffi", "einops"}  # of the library; benc
 # A kernel class reads top to bottom in this order, the same in every generation, with other methods in between. A step
 # that comes in several schedules has a method for each: `block_in_order`, `block_overlapped`.
 KERNEL_METHODS = ("__call__", "kernel", "load", "attend", "block", "store")
-# A file an idea: warp roles and barriers, persistent tiles, loads, the two products, how O leaves; FP8 and decoding with
-# a cache, which launch kernels and have none, and the merging of split keys.
+# A file an idea: warp roles and barriers, persistent tiles, loads, the two products, how O leaves; the merging of split
+# keys; FP8 and decoding with a cache, which launch kernels and have none.
 ONLY_FA2 = {"split_k.py"}  # what fa1's warps do, for the switch that goes back to it
 ONLY_FA3 = {"sync.py", "scheduler.py", "loads.py", "products.py", "epilogue.py", "fp8.py", "kvcache.py", "merge.py"}
 KERNEL_FILES = ONLY_FA2 | ONLY_FA3 - {"fp8.py", "kvcache.py"} | {"forward.py", "backward.py", "softmax.py", "tiles.py"}
