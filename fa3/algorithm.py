@@ -29,6 +29,7 @@ E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 # P of the largest score. Below it e4m3 has 14 powers of two with all their digits, below 1 it would have only 6; above
 # it the next power of two is past the largest number.
 P_MAX = 256.0
+SMALLEST_AMAX = 2.0**-100  # less counts as zero: the scale and its reciprocal must be normal numbers
 
 
 @counted
@@ -308,8 +309,7 @@ def quantize(x: Tensor, scales: str, heads_kv: int, block: int) -> tuple[Tensor,
 
 def scale_of(largest: Tensor) -> Tensor:
     """What to divide by so that `largest` becomes the largest e4m3 number; 1 where there is nothing but zeros."""
-    scale = largest / E4M3_MAX
-    return scale.masked_fill(scale == 0, 1)
+    return (largest / E4M3_MAX).masked_fill(largest < SMALLEST_AMAX, 1)
 
 
 def to_e4m3(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ An e4m3 number has three bits behind its leading one, and its largest is 448. Sc
 that is enough. The rotation, the paper's incoherent processing, spreads an outlier over its whole row, so that a block
 is not scaled for one entry alone; done to Q and K alike it changes no score.
 
-CUDA tensors run the kernels that fp8_launch.py launches, CPU tensors the functions of algorithm.py.
+CUDA tensors run the kernels of quantize.py and forward_fp8.py, CPU tensors the functions of algorithm.py.
 """
 
 import functools
@@ -133,10 +133,10 @@ def _quantize(
     _check_quantization(problem, scales, hadamard, seed)
     signs = random_signs(problem.head_dim, seed, q.device) if hadamard else None
     if problem.device != "cpu":
-        from fa3.fp8_launch import quantize  # it needs the DSL, which takes seconds to import
+        from fa3.quantize import quantize_on_gpu  # it needs the DSL, which takes seconds to import
 
-        cu_seqlens_q, cu_seqlens_k, _, _ = sequences
-        return quantize(q, k, v, scales, signs, problem, cu_seqlens_q, cu_seqlens_k)
+        packing = {"cu_seqlens": sequences[:2], "max_seqlens": sequences[2:]} if problem.varlen else {}
+        return Quantized(*quantize_on_gpu((q, k, v), scales=scales, signs=signs, **packing))
     with torch.no_grad():
         if hadamard:
             q, k = (algorithm.rotate(x, signs) for x in (q, k))
@@ -181,7 +181,7 @@ def _forward(
     from fa3.fp8_launch import forward  # as in `_quantize`
 
     cu_seqlens_q, cu_seqlens_k = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
-    return forward(q, k, v, *descales, problem, config, out_dtype, cu_seqlens_q, cu_seqlens_k)
+    return forward(q, k, v, descales, problem, config, out_dtype, cu_seqlens_q, cu_seqlens_k)
 
 
 def _run_algorithm(

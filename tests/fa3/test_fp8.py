@@ -4,6 +4,7 @@ Attention is compared with the reference on the numbers that the e4m3 tensors st
 rounding of P. "FA#2577" and the like name the public report of the input that once broke an attention kernel.
 """
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -172,9 +173,15 @@ def test_a_block_of_zeros_does_not_change_the_others():
 
 
 def test_numbers_too_small_for_a_scale_become_zero():
-    quantized = fa3.quantize(*(torch.full_like(x, 1e-44) for x in tensors()))
+    quantized = fa3.quantize(*(torch.full_like(x, 2.0**-110) for x in tensors()))
     assert all((x == 1).all() for x in quantized[3:])
     assert not any(x.float().any() for x in quantized[:3])
+
+
+def test_small_numbers_have_a_scale():
+    quantized = fa3.quantize(*(torch.full_like(x, 2.0**-100) for x in tensors()), hadamard=False)
+    assert all((x == 2.0**-100 / 448).all() for x in quantized[3:])
+    assert all((x.float() == 448).all() for x in quantized[:3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -615,6 +622,64 @@ def test_another_gpu_is_named(arch):
 def test_a_block_of_keys_is_a_tile():
     problem = fa.Problem(batch=1, seqlen_q=9, seqlen_k=9, heads_q=1, heads_kv=1, head_dim=64, dtype=E4M3)
     assert default_fp8_config(problem).tile_n == KV_BLOCK
+
+
+# ---- On a GPU, what the kernels are given
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """CPU tensors pass for those of a GPU; what the kernels' hosts are called with."""
+    calls = {}
+
+    def host(module, name, result):
+        def call(*arguments, **options):
+            calls[name] = arguments, options
+            return result
+
+        monkeypatch.setitem(sys.modules, f"fa3.{module}", SimpleNamespace(**{name: call}))
+
+    from_tensors = fa.Problem.from_tensors
+
+    def on_gpu(*arguments, **options):
+        return replace(from_tensors(*arguments, **options), device="cuda", arch=90, seqlens=None)
+
+    monkeypatch.setattr(fp8.Problem, "from_tensors", on_gpu)
+    host("quantize", "quantize_on_gpu", range(6))
+    host("fp8_launch", "forward", ("out", "lse"))
+    return calls
+
+
+def test_a_kernel_quantizes(pretend_gpu):
+    given = tensors()
+    assert fa3.quantize(*given, scales="head", seed=5) == fa3.Quantized(*range(6))
+    [called], options = pretend_gpu["quantize_on_gpu"]
+    assert all(x is y for x, y in zip(called, given, strict=True))
+    assert torch.equal(options.pop("signs"), fp8.random_signs(32, 5, torch.device("cpu")))
+    assert options == {"scales": "head"}
+    given, sequences = packed([5, 2], [3, 9])
+    fa3.quantize(*given, **sequences, hadamard=False)
+    _, options = pretend_gpu["quantize_on_gpu"]
+    assert options["signs"] is None
+    assert options["max_seqlens"] == (5, 9)
+    assert all(x is y for x, y in zip(options["cu_seqlens"], sequences.values(), strict=False))
+
+
+def test_a_kernel_attends(pretend_gpu):
+    q, k, v = (x.to(E4M3) for x in tensors())
+    scales = {"descale_q": torch.rand(2, 2), "descale_v": torch.rand(2, 2, 3)}
+    results = fa3.flash_attn_func(q, k, v, **scales, causal=True, out_dtype=torch.float16, return_lse=True)
+    assert results == ("out", "lse")
+    (*called, descales, problem, config, out_dtype, cu_seqlens_q, cu_seqlens_k), _ = pretend_gpu["forward"]
+    assert all(x is y for x, y in zip(called, (q, k, v), strict=True))
+    assert [(tuple(x.shape), x.stride()) for x in descales] == [
+        ((2, 2, 1), (2, 1, 1)),
+        ((2, 2, 1), (0, 0, 0)),
+        ((2, 2, 3), (6, 3, 1)),
+    ]
+    assert descales[2].data_ptr() == scales["descale_v"].data_ptr()
+    assert (problem.causal, config, out_dtype) == (True, default_fp8_config(problem), torch.float16)
+    assert cu_seqlens_q is cu_seqlens_k is None
 
 
 # ---- torch.compile
