@@ -230,18 +230,17 @@ def forward_fp8(
 ) -> tuple[Tensor, Tensor]:
     """`forward` of q, k and v in e4m3 that stand for their products with descale_q, descale_k and descale_v.
 
-    These are float32 (batch, heads, blocks): a scale for each Q_BLOCK rows of q, each KV_BLOCK rows of k and v, or with
-    one block for all rows. Heads that share a scale may share its place: heads need only divide heads_q.
+    These are float32 (batch, heads, blocks): a scale for each Q_BLOCK rows of q, each KV_BLOCK rows of k and v.
 
     P V has no place for a factor of each key's own, so V's scale is a factor of P: its logarithm is added to the
     scores. O then adds up in units of V's e4m3 values, and row_sum takes the scale back out of each P.
     """
     (seqlen_q, heads_q), (seqlen_k, heads_kv) = q.shape[1:3], k.shape[1:3]
     blocks = BlockMask(Mask(seqlen_q, seqlen_k, causal, window), config.tile_m, config.tile_n)
-    descales = (repeat(x, "b h n -> (b h g) n", g=heads_q // x.shape[1]) for x in (descale_q, descale_k, descale_v))
-    descale_q, descale_k, descale_v = descales
     q = rearrange(q, "b m h d -> (b h) m d")
     k, v = (repeat(x, "b n h d -> (b h g) n d", g=heads_q // heads_kv) for x in (k, v))
+    descale_q = rearrange(descale_q, "b h n -> (b h) n")
+    descale_k, descale_v = (repeat(x, "b h n -> (b h g) n", g=heads_q // heads_kv) for x in (descale_k, descale_v))
     out, lse = torch.empty_like(q, dtype=out_dtype), q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
 
     for m_block in range(blocks.num_m_blocks):
@@ -276,12 +275,10 @@ def forward_fp8(
 
 
 def row_scales(descale: Tensor, rows: slice, block: int, memory: Memory) -> Tensor:
-    """The scale of each of `rows`, (batch * heads, rows, 1), from that of each `block` rows, or of all of them."""
-    last = descale.shape[-1] - 1
-    first = min(rows.start // block, last)
-    scales = memory.read(descale[:, first : min((rows.stop - 1) // block, last) + 1])
-    positions = torch.arange(rows.start, rows.stop, device=descale.device)
-    return scales[:, (positions // block).clamp(max=last) - first, None]
+    """The scale of each of `rows`, (batch * heads, rows, 1), from that of each `block` rows."""
+    first = rows.start // block
+    scales = memory.read(descale[:, first : (rows.stop - 1) // block + 1])
+    return scales[:, torch.arange(rows.start, rows.stop, device=descale.device) // block - first, None]
 
 
 def quantize(x: Tensor, scales: str, heads_kv: int, block: int) -> tuple[Tensor, Tensor]:

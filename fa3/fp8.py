@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 from fa3 import algorithm
@@ -227,26 +228,26 @@ def _slices(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def expand(problem: Problem, device: torch.device, descales: Descales) -> tuple[Tensor, ...]:
-    """The scales as (batch, heads, blocks) each: views of what was given, of stride 0 where all share one.
+    """The scales as (batch, heads, blocks) each, with stride 0 where several share one.
 
-    descale_q has a place for each query head, or, given (batch, heads_kv), for each head of k and v. blocks is 1 where
-    all rows share a scale. Raises TypeError or ValueError for what is no scale of this problem.
+    Views of what was given, except for scales of the heads of k and v given for more query heads. Raises TypeError or
+    ValueError for what is no scale of this problem.
     """
     blocks_q, blocks_k = -(-problem.seqlen_q // Q_BLOCK), -(-problem.seqlen_k // KV_BLOCK)
-    sizes = {
-        "descale_q": (problem.heads_q, blocks_q),
-        "descale_k": (problem.heads_kv, blocks_k),
-        "descale_v": (problem.heads_kv, blocks_k),
+    shapes = {
+        "descale_q": (problem.batch, problem.heads_q, blocks_q),
+        "descale_k": (problem.batch, problem.heads_kv, blocks_k),
+        "descale_v": (problem.batch, problem.heads_kv, blocks_k),
     }
     one = torch.ones((), device=device) if any(x is None for x in descales) else None
     return tuple(
-        _expand_one(name, one if descale is None else descale, problem, device, *size)
-        for (name, size), descale in zip(sizes.items(), descales, strict=True)
+        _expand_one(name, one if descale is None else descale, problem, device, shape)
+        for (name, shape), descale in zip(shapes.items(), descales, strict=True)
     )
 
 
 def _expand_one(
-    name: str, descale: Tensor, problem: Problem, device: torch.device, heads: int, num_blocks: int
+    name: str, descale: Tensor, problem: Problem, device: torch.device, of_blocks: tuple[int, int, int]
 ) -> Tensor:
     if not isinstance(descale, Tensor):
         raise TypeError(f"{name} must be a float32 tensor, or None for 1; got {type(descale).__name__}")
@@ -254,7 +255,7 @@ def _expand_one(
         raise ValueError(f"{name} must be float32; got {descale.dtype}; convert with .to(torch.float32)")
     if descale.device != device:
         raise ValueError(f"{name} must be on the device of q, {device}; got {descale.device}; move with .to(device)")
-    of_heads, of_blocks = (problem.batch, problem.heads_kv), (problem.batch, heads, num_blocks)
+    of_heads = (problem.batch, problem.heads_kv)
     if descale.shape not in ((), (1,), of_heads, of_blocks):
         raise ValueError(
             f"{name} must be () or (1,) for one scale, {of_heads} for one of each sequence and head of k and v, or "
@@ -262,9 +263,9 @@ def _expand_one(
         )
     if problem.device == "cpu" and not (descale.isfinite() & (descale > 0)).all():
         raise ValueError(f"{name} must be positive and finite; got {descale.min().item()} to {descale.max().item()}")
-    if descale.ndim < 2:
-        return descale.expand(problem.batch, heads, 1)
-    return descale[..., None] if descale.ndim == 2 else descale
+    if descale.shape == of_heads:
+        descale = repeat(descale, "b h -> b (h g) 1", g=of_blocks[1] // problem.heads_kv)
+    return descale.expand(of_blocks)
 
 
 @functools.lru_cache

@@ -335,7 +335,7 @@ def test_it_reads_half_the_bytes_and_computes_as_much():
     quantized = fa3.quantize(*tensors(128, 256, heads_q=2), scales="tensor")
     options = {"softmax_scale": 1.0, "config": SimpleNamespace(tile_m=64, tile_n=128)}
     fp8_memory, memory = Memory(), Memory()
-    one = torch.ones(2, 2, 1)
+    one = torch.ones(2, 2, 2)
     algorithm.forward_fp8(*quantized[:3], one, one, one, memory=fp8_memory, **options)
     algorithm.forward(*(x.bfloat16() for x in quantized[:3]), memory=memory, **options)
     num_tiles = 4 * 2 * 2  # (batch * heads) * query blocks * key blocks
@@ -672,11 +672,9 @@ def test_a_kernel_attends(pretend_gpu):
     assert results == ("out", "lse")
     (*called, descales, problem, config, out_dtype, cu_seqlens_q, cu_seqlens_k), _ = pretend_gpu["forward"]
     assert all(x is y for x, y in zip(called, (q, k, v), strict=True))
-    assert [(tuple(x.shape), x.stride()) for x in descales] == [
-        ((2, 2, 1), (2, 1, 1)),
-        ((2, 2, 1), (0, 0, 0)),
-        ((2, 2, 3), (6, 3, 1)),
-    ]
+    assert [tuple(x.shape) for x in descales] == [(2, 4, 3), (2, 2, 3), (2, 2, 3)]
+    assert [x.stride() for x in descales] == [(4, 1, 0), (0, 0, 0), (6, 3, 1)]
+    assert torch.equal(descales[0], scales["descale_q"].repeat_interleave(2, 1)[..., None].expand(2, 4, 3))
     assert descales[2].data_ptr() == scales["descale_v"].data_ptr()
     assert (problem.causal, config, out_dtype) == (True, default_fp8_config(problem), torch.float16)
     assert cu_seqlens_q is cu_seqlens_k is None
