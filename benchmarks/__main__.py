@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 import benchmarks.ablate
+import benchmarks.accuracy
 import benchmarks.compare
 import benchmarks.decode
 import benchmarks.doctor
@@ -24,6 +25,7 @@ from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS
 from benchmarks.rows import RESULTS
 from benchmarks.timing import Budget
 from fa import GENERATIONS
+from fa3.config import FP8_CAPABILITIES
 from fa_common.problem import Problem
 from fa_common.switches import switches
 
@@ -130,6 +132,7 @@ SHAPES = typed(
 )
 TILES = typed(head_dim=benchmarks.tiles.HEAD_DIMS, mask=benchmarks.tiles.MASKS, seqlen=benchmarks.tiles.SEQLENS)
 SUSTAINED = typed(versions=benchmarks.sustained.VERSIONS, peers=benchmarks.sustained.DEFAULT_PEERS)
+ACCURACY = typed(head_dim=benchmarks.accuracy.HEAD_DIMS)
 DECODE = typed(
     batch=benchmarks.decode.BATCHES,
     seqlen=benchmarks.decode.SEQLENS,
@@ -351,6 +354,26 @@ def decode(
     if nothing_measured(out):
         raise typer.Exit(benchmarks.decode.without_a_gpu(problems, everyone, out))
     raise typer.Exit(benchmarks.decode.measure(problems, everyone, num_splits, Budget(rounds=repeats), results, out))
+
+
+@app.command()
+def accuracy(
+    head_dim: HeadDims = ACCURACY["head_dim"],
+    seqlen: Annotated[int | None, typer.Option(min=1, help="Queries and keys.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    row: Annotated[int | None, typer.Option(min=1, help="Keys of the long row.")] = None,
+    results: Results = RESULTS,
+    picture: Picture = benchmarks.accuracy.PICTURE,
+) -> None:
+    """Measure how far fp16, bf16 and FP8 are from fp64, each kind of FP8's scales with and without rotation.
+
+    On a Hopper GPU it is the kernels' error, anywhere else the algorithms', on smaller tensors; the rows are kept.
+    """
+    out = console()
+    if wrong := [d for d in head_dim if d not in FP8_CAPABILITIES.head_dims]:
+        raise typer.BadParameter(f"{', '.join(map(str, wrong))}: head_dims of FP8 are multiples of 16 up to 256")
+    sizes = {"seqlen": seqlen, "heads": heads, "row": row}
+    raise typer.Exit(benchmarks.accuracy.measure(head_dim, results, picture, out, **sizes))
 
 
 @app.command()

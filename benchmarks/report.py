@@ -11,10 +11,11 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pandas as pd
 
-from benchmarks import ablate, compare, comparison, decode, plot, shapes, sustained
+from benchmarks import ablate, accuracy, compare, comparison, decode, plot, shapes, sustained
 from benchmarks.doctor import host_table
 from benchmarks.rows import RESULTS, ROOT, Row, TestsRow, read, source_sha
 from benchmarks.tables import Table
@@ -157,6 +158,16 @@ def _tests(gpu: Path, picture: str | None) -> str | None:
     )
 
 
+def _accuracy(gpu: Path, picture: str | None) -> str | None:
+    """Every error, and the picture."""
+    run = accuracy.newest_run(gpu)
+    if run is None:
+        return None
+    last, table = run[-1], accuracy.table(run)
+    parts = [f"{table.title}. {last.gpu}, torch {last.torch}; run {last.run}, {last.time[:10]}.", table.to_markdown()]
+    return "\n\n".join([*parts, f"![root mean square errors]({picture})"] if picture else parts)
+
+
 def _with_facts(
     run: pd.DataFrame, table: Table, picture: str | None = None, shows: str = "rate over sequence length"
 ) -> str:
@@ -181,14 +192,16 @@ BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
     "sustained": ("sustained", _suite(sustained)),
     "decode": ("decode", _suite(decode)),
     "ablate": ("ablate", _ablate),
+    "accuracy": ("accuracy", _accuracy),
     "host": ("doctor", _host),
     "tests": ("gpu-tests", _tests),
 }
 
 # What is drawn of a suite: its run, and how.
-PICTURES: dict[str, tuple[Callable[[Path], pd.DataFrame | None], Callable[[pd.DataFrame, Path], None]]] = {
+PICTURES: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Path], None]]] = {
     "compare": (_newest_comparison, plot.draw),
     "compare --pass bwd": (partial(_newest_comparison, suite="compare-bwd"), plot.draw),
     "compare --pass fwd+bwd": (partial(_newest_comparison, suite="compare-fwd-bwd"), plot.draw),
     "ablate": (_newest_ablation, ablate.draw),
+    "accuracy": (accuracy.newest_run, accuracy.draw),
 }

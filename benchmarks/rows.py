@@ -77,6 +77,38 @@ class TestsRow:
     gpu: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class AccuracyRow:
+    """The error of one way to compute attention, against fp64."""
+
+    run: str
+    suite: str = "accuracy"
+    version: str  # a generation, or "standard"
+    dtype: str
+    scales: str | None  # FP8 only: "tensor", "head" or "block"
+    hadamard: bool | None  # FP8 only
+    inputs: str  # how Q, K and V are distributed: "normal", "outliers" or "positive"
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    rmse: float
+    max_err: float
+    cosine: float
+    gpu: str  # "CPU" where the algorithms ran and not the kernels
+    torch: str
+    dsl: str | None
+    driver: str | None
+    time: str
+    source_sha: str | None  # None of "standard"
+
+
+AnyRow = Row | TestsRow | AccuracyRow
+KINDS: dict[str, type[AnyRow]] = {"tests": TestsRow, "accuracy": AccuracyRow}  # by suite; every other has a Row
+
+
 def new_run() -> str:
     """An identifier of this process's measurements; later runs sort after earlier ones."""
     return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
@@ -92,7 +124,7 @@ def path_of(suite: str, gpu: str, results: Path = RESULTS) -> Path:
     return results / gpu.removeprefix("NVIDIA ").lower().replace(" ", "-") / f"{suite}.jsonl"
 
 
-def append(row: Row | TestsRow, results: Path = RESULTS) -> None:
+def append(row: AnyRow, results: Path = RESULTS) -> None:
     """Adds a row to its suite's file and flushes it to disk, so that an interrupted sweep keeps what it measured.
 
     Raises ValueError for a NaN or an infinity: neither is JSON, and neither is a measurement.
@@ -108,14 +140,14 @@ def append(row: Row | TestsRow, results: Path = RESULTS) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> Iterator[Row | TestsRow]:
+def read(path: Path) -> Iterator[AnyRow]:
     """Every row of a file, oldest first; a file that does not exist has none.
 
     Raises ValueError naming the file and line for a line that is no row.
     """
     if not path.exists():
         return
-    kind = TestsRow if path.stem == "tests" else Row
+    kind = KINDS.get(path.stem, Row)
     names = {field.name.rstrip("_"): field.name for field in fields(kind)}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:

@@ -20,6 +20,7 @@ from itertools import product
 import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fa3.config import KV_BLOCK, Q_BLOCK
 from fa_common.masks import BlockMask, Mask
@@ -297,8 +298,7 @@ def quantize(x: Tensor, scales: str, heads_kv: int, block: int) -> tuple[Tensor,
         scale = scale_of(grouped.amax(-1) if seqlen else grouped.new_zeros(batch, heads_kv))
         of_rows = repeat(scale, "b h -> b 1 (h g) 1", g=heads // heads_kv)
     else:
-        padding = -seqlen % block
-        padded = torch.nn.functional.pad(x.abs(), (0, 0, 0, 0, 0, padding))
+        padded = pad(x.abs(), (0, 0, 0, 0, 0, -seqlen % block))
         scale = scale_of(reduce(padded, "b (n r) h d -> b h n", "max", r=block))
         of_rows = repeat(scale, "b h n -> b (n r) h 1", r=block)[:, :seqlen]
     return to_e4m3(x / of_rows), scale
