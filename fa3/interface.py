@@ -147,8 +147,8 @@ def flash_attn_func(
             TypeError that names the argument.
     """
     arguments = (softmax_scale, causal, window_size, softcap, deterministic, config)
-    is_fp8 = isinstance(q, Tensor) and q.dtype.itemsize == 1
-    if not is_fp8 and descale_q is descale_k is descale_v is out_dtype is None:
+    has_bytes = getattr(q, "itemsize", None) == 1  # quicker than to ask for its type
+    if not has_bytes and descale_q is descale_k is descale_v is out_dtype is None:
         out, lse = GENERATION._attend(q, k, v, arguments)
     else:
         out, lse = fp8.attend(q, k, v, arguments, (descale_q, descale_k, descale_v), out_dtype)
@@ -195,8 +195,8 @@ def flash_attn_varlen_func(
     """
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     arguments = (softmax_scale, causal, window_size, softcap, deterministic, config, *sequences)
-    is_fp8 = isinstance(q, Tensor) and q.dtype.itemsize == 1
-    if not is_fp8 and descale_q is descale_k is descale_v is out_dtype is None:
+    has_bytes = getattr(q, "itemsize", None) == 1  # quicker than to ask for its type
+    if not has_bytes and descale_q is descale_k is descale_v is out_dtype is None:
         out, lse = GENERATION._attend(q, k, v, arguments)
     else:
         out, lse = fp8.attend(q, k, v, arguments, (descale_q, descale_k, descale_v), out_dtype)

@@ -691,6 +691,10 @@ def test_compiled_without_a_break():
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert all(torch.equal(x, y) for x, y in zip(compiled(q), attend(q), strict=True))
+    quantized = fa3.quantize(q, k, v)
+    compiled = torch.compile(fa3.flash_attn_func, fullgraph=True, backend="aot_eager")
+    for scales in ({}, {"descale_q": quantized.descale_q, "out_dtype": torch.float16}):
+        assert torch.equal(compiled(*quantized[:3], **scales), fa3.flash_attn_func(*quantized[:3], **scales))
 
 
 def test_the_operators_keep_their_promises():
