@@ -46,20 +46,16 @@ from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
+from fa3.algorithm import E4M3_MAX, SMALLEST_AMAX
 from fa3.config import KV_BLOCK, Q_BLOCK
 from fa_common.compile import KernelKey, load
 from fa_common.generation import ALIGNMENT, CONTIGUOUS, is_unreadable
 from fa_common.tiles import DTYPES, fake_lengths
 
-E4M3_MAX = 448.0
-# A block whose maximum is below counts as zeros, lest its scale or the reciprocal of it leave the normal numbers.
-SMALLEST_AMAX = 2.0**-100
-
 TILE, HALF = KV_BLOCK, Q_BLOCK  # rows
 ROW_STEP = 32  # from one row of a thread to its next: with 32 n threads a CTA, whatever n
 ROWS_OF_HALF = HALF // ROW_STEP  # a thread's
 PIECE = 16  # columns of a thread: 16 bytes of e4m3
-LANES = 32
 MAX_HEAD_DIM_OF_CTA = 128  # beyond, two CTAs share a tile
 REGISTERS = {2: 80, 1: 64}  # a thread's, by the halves of a tile that it has a part of; fp32 takes 16 more
 MAX_CTAS_OF_SM = 24
@@ -217,7 +213,7 @@ class Tile:
     head: Int32
     scale_head: Int32  # of its descale and amax: with a block's scale its own, else that of K and V
     index: Int32  # in its sequence
-    offset: Int32  # the sequence's first row in a packed tensor, else 0
+    first_row: Int32  # in the tensor: its sequence's, or in a packed one that of all
     num_rows: Int32  # that the sequence has from the tile's first on; none or less: the tile is past its end
 
 
@@ -301,8 +297,9 @@ class Quantize:
                 self.raise_amax(values, mAmax, tile)
             else:
                 amaxes = self.amaxes(values, mAmax, tile)
-                self.store(values, amaxes, outputs, tile)
+                # First what needs most of `tile`: the values have most of the registers until they are stored.
                 self.store_descales(amaxes, descales, tile)
+                self.store(values, amaxes, outputs, tile)
         else:
             if const_expr(self.stage == "block"):
                 self.store_descales((Float32(0.0),) * self.num_halves, descales, tile)
@@ -328,7 +325,7 @@ class Quantize:
             offset = pick(tensor, begins[0], begins[1], begins[1])
             seqlen = pick(tensor, ends[0], ends[1], ends[1]) - offset
         scale_head = head if const_expr(self.stage == "block") else head // (heads // heads_kv)
-        return Tile(tensor, batch, head, scale_head, index, offset, seqlen - index * TILE)
+        return Tile(tensor, batch, head, scale_head, index, offset + index * TILE, seqlen - index * TILE)
 
     @property
     def rank(self) -> Int32:
@@ -343,7 +340,7 @@ class Quantize:
         """This thread's columns of its rows in the one of three tensors that the tile is of, (PIECE, rows of a half,
         halves)."""
         mT = chosen(tile.tensor, *tensors)
-        row = tile.offset + tile.index * TILE + self.row(0, 0)
+        row = tile.first_row + self.row(0, 0)
         row_stride = mT.stride[-3]
         gT = mT[row, tile.head, None] if cute.rank(mT) == 3 else mT[tile.batch, row, tile.head, None]
         gT = gT.iterator + cute.arch.thread_idx()[0] % self.num_pieces * PIECE
@@ -435,7 +432,9 @@ class Quantize:
             # The other CTA has started, so that its shared memory may be written.
             cute.arch.cluster_wait()
         for half in cutlass.range_constexpr(self.num_halves):
-            largest = cute.math.absf(values[None, None, half].load()).reduce(cute.ReductionOp.MAX, Float32(0.0), 0)
+            largest = Float32(0.0)
+            for i in cutlass.range_constexpr(ROWS_OF_HALF):
+                largest = cute.math.absf(values[None, i, half].load()).reduce(cute.ReductionOp.MAX, largest, 0)
             largest = cute.arch.warp_redux_sync(Float32(largest).bitcast(Int32), "max")
             # Lane i writes to CTA i of the cluster.
             if lane < self.cluster_size:
