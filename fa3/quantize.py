@@ -58,8 +58,8 @@ ROWS_OF_HALF = HALF // ROW_STEP  # a thread's
 PIECE = 16  # columns of a thread: 16 bytes of e4m3
 MAX_HEAD_DIM_OF_CTA = 128  # beyond, two CTAs share a tile
 REGISTERS = {2: 80, 1: 64}  # a thread's, by the halves of a tile that it has a part of; fp32 takes 16 more
-MAX_CTAS_OF_SM = 24
-SHARED_MEMORY_PERCENT = 12  # MAX_CTAS_OF_SM KiB and some, of 228
+LANES, SM_QUARTERS, QUARTER_REGISTERS = 32, 4, 16_384  # a warp's registers are all in one quarter of an SM
+SHARED_MEMORY_PERCENT = 12  # of 228 KiB: 24 CTAs' 1 KiB, head_dim 16, and some
 INPUT_DTYPES = DTYPES | {"float32": Float32}
 SIGN_BITS = {16: 0x80008000, 32: 0x80000000}  # of 32 bits that hold elements so wide
 Q, K, V = range(3)  # tensors, in the order of their tiles
@@ -225,11 +225,11 @@ class Quantize:
         self.stage, self.hadamard = key.config.stage, key.config.hadamard
         self.num_pieces = key.head_dim // PIECE  # of a row
         self.num_threads = self.num_pieces * ROW_STEP
-        self.num_warps = self.num_pieces
+        self.num_warps = self.num_threads // LANES
         self.cluster_size = 1 if key.head_dim <= MAX_HEAD_DIM_OF_CTA else 2
         self.num_halves = 2 // self.cluster_size  # of a tile that a CTA has
         registers = REGISTERS[self.num_halves] + (16 if self.dtype.width == 32 else 0)
-        self.ctas_of_sm = min(MAX_CTAS_OF_SM, 65536 // (self.num_threads * registers))
+        self.ctas_of_sm = QUARTER_REGISTERS // (registers * LANES) * SM_QUARTERS // self.num_warps
         self.transform = key.head_dim & -key.head_dim  # its length, the largest power of two that divides head_dim
 
     @cute.jit

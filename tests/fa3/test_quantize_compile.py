@@ -15,6 +15,7 @@ KERNELS = [
     (128, "maximum", True, "bfloat16", "dense"),
     (128, "scale", True, "bfloat16", "dense"),
     (128, "block", True, "float32", "dense"),
+    (48, "block", True, "float32", "dense"),
     (128, "block", True, "bfloat16", "packed"),
     (64, "block", True, "float16", "dense"),
     (16, "block", True, "bfloat16", "dense"),
