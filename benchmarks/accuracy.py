@@ -241,10 +241,7 @@ def method_of(row: AccuracyRow) -> Method:
 
 def newest_run(gpu: Path) -> list[AccuracyRow] | None:
     """The rows of the run in a GPU's directory that lacks least, of several the newest; None if there is none."""
-    runs: dict[str, list[AccuracyRow]] = {}
-    for row in rows.read(gpu / f"{SUITE}.jsonl"):
-        runs.setdefault(row.run, []).append(row)
-    return min((runs[run] for run in sorted(runs, reverse=True)), key=lambda run: len(missing(run)), default=None)
+    return rows.newest_run(gpu / f"{SUITE}.jsonl", missing)
 
 
 def missing(run: Sequence[AccuracyRow]) -> list[str]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,7 +50,9 @@ class Row:
     time: str  # ISO 8601
     source_sha: str | None = None  # see `source_sha`; peers have none
     # Only in rows of suites that need them.
-    call: str | None = None  # `host`: which function; `decode`: "graph" or "eager"; `sustained`: "burst" or "sustained"
+    # `host`: which function; `decode`: "graph" or "eager"; `sustained`: "burst" or "sustained"; `fp8`: "quantized"
+    # before the call, or "with quantization" in it
+    call: str | None = None
     softcap: float | None = None
     lengths: list[int] | None = None  # of packed sequences, for queries and keys alike; seqlen_q is the longest
     tb_per_s: float | None = None  # bytes of K and V over the time
@@ -105,8 +107,41 @@ class AccuracyRow:
     source_sha: str | None  # None of "standard"
 
 
-AnyRow = Row | TestsRow | AccuracyRow
-KINDS: dict[str, type[AnyRow]] = {"tests": TestsRow, "accuracy": AccuracyRow}  # by suite; every other has a Row
+@dataclass(frozen=True, kw_only=True)
+class QuantizeRow:
+    """One measurement of quantising Q, K and V. Times are in ms a call."""
+
+    run: str
+    suite: str = "quantize"
+    version: str
+    dtype: str  # what is quantised
+    scales: str  # "tensor", "head" or "block"
+    hadamard: bool
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    ms: float  # median
+    ms_p20: float
+    ms_p80: float
+    gb_per_s: float  # the inputs read once and the results written once, over the time
+    pct_of_copy: float  # of the rate of a copy on the device, timed in turn with this row, that moves as many bytes
+    rel_err: float  # the largest ||x - exact|| / ||exact|| of q, k and v, x the numbers that e4m3 and scales stand for
+    gpu: str
+    sm_clock_mhz: float | None
+    power_w: float | None
+    torch: str
+    dsl: str | None
+    driver: str | None
+    time: str
+    source_sha: str
+
+
+AnyRow = Row | TestsRow | AccuracyRow | QuantizeRow
+# By suite; every other has a Row.
+KINDS: dict[str, type[AnyRow]] = {"tests": TestsRow, "accuracy": AccuracyRow, "quantize": QuantizeRow}
 
 
 def new_run() -> str:
@@ -157,6 +192,14 @@ def read(path: Path) -> Iterator[AnyRow]:
                 f"{path}:{number}: needs one JSON object with the fields of {kind.__name__}, got {line[:80]!r} "
                 f"({type(error).__name__}: {error}); delete the line or restore the file from git"
             ) from error
+
+
+def newest_run(path: Path, missing: Callable[[list[AnyRow]], Sequence[str]]) -> list[AnyRow] | None:
+    """The rows of the run in a file that lacks least, of several the newest; None if there is none."""
+    runs: dict[str, list[AnyRow]] = {}
+    for row in read(path):
+        runs.setdefault(row.run, []).append(row)
+    return min((runs[run] for run in sorted(runs, reverse=True)), key=lambda run: len(missing(run)), default=None)
 
 
 def source_sha(version: str, root: Path = ROOT) -> str:
