@@ -19,8 +19,10 @@ from torch import Tensor
 
 import fa3
 from benchmarks.accuracy import dequantized
+from fa3.config import KV_BLOCK, Q_BLOCK, default_fp8_config
 from fa3.fp8 import E4M3, SCALES
 from fa_common import reference
+from fa_common.problem import Problem
 from tests.test_forward_gpu import Shape, assert_same_bits, full_and_causal, inside_nan, off_by_one
 
 pytestmark = pytest.mark.gpu
@@ -363,15 +365,16 @@ def test_a_sequence_does_not_depend_on_its_batch(causal):
         assert_same_bits(attend(alone, causal=causal), (out[i : i + 1], lse[i : i + 1]), f"batch entry {i}")
 
 
-def test_packed_sequences_are_dense_ones():
-    packed = pack(MIXED, 64)
-    out, lse = attend_packed(packed, causal=True)
+def test_packed_sequences_have_the_bits_of_dense_ones():
+    config = default_fp8_config(Problem(1, 385, 600, 4, 2, 64, dtype=E4M3, causal=True, varlen=True))
+    packed, options = pack(MIXED, 64), {"causal": True, "config": config}
+    out, lse = attend_packed(packed, **options)
     for queries, alone in each(packed):
         if alone.k.shape[1]:
-            blocks_q, blocks_k = -(-alone.q.shape[1] // 64), -(-alone.k.shape[1] // 128)
+            blocks_q, blocks_k = -(-alone.q.shape[1] // Q_BLOCK), -(-alone.k.shape[1] // KV_BLOCK)
             used = (blocks_q, blocks_k, blocks_k)
             own = [x[..., :number] for x, number in zip(alone[3:], used, strict=True)]
-            dense = attend(fa3.Quantized(*alone[:3], *own), causal=True)
+            dense = attend(fa3.Quantized(*alone[:3], *own), **options)
             assert_same_bits([x[0] for x in dense], (out[queries], lse[:, queries]), queries)
 
 
