@@ -9,11 +9,11 @@ changed since forward.py
 unchanged
   - The schedule: the loop, the barriers, ping-pong, overlap, the schedulers.
 
-Time to the right (S = Q K of a block, P = softmax of it, O = P V of it, T = V of it turned around):
+Time to the right, four stages (S = Q K of a block, P = softmax of it, O = P V of it, T = V of it turned around):
 
-    producer warp 0 | Q K3 V3 K2 | T3 K1 V2 | T2 K0 V1 | T1 V0 | T0
-    warps 1 to 3    |            | T3       | T2       | T1    | T0
-    tensor          |     S3 S3' | S2 O3 S2' O3' | S1 O2 S1' O2' | ...
+    producer warp 0 | Q K3 V3 K2 V2 K1 | T3 K0 V1 | T2 V0 | T1 | T0
+    warps 1 to 3    |                  | T3       | T2    | T1 | T0
+    tensor          |           S3 S3' |    S2 O3 S2' O3' | S1 O2 S1' O2' | S0 O1 S0' O1' | O0 O0'
 """
 
 from dataclasses import dataclass, replace
