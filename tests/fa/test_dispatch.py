@@ -196,7 +196,7 @@ def test_an_unknown_version_lists_the_choices(version):
 @pytest.mark.parametrize("version", ["auto", "fa1", "fa3"])
 def test_8_bit_tensors_are_sent_to_fa3_with_their_scales(version):
     q, k, v = (torch.zeros(1, 4, 2, 64).to(torch.float8_e4m3fn) for _ in range(3))
-    with pytest.raises(UnsupportedProblem, match=r"call fa3\.flash_attn_func with descale_q, descale_k, descale_v"):
+    with pytest.raises(fa.UnsupportedProblem, match=r"call fa3\.flash_attn_func with descale_q, descale_k, descale_v"):
         fa.flash_attn_func(q, k, v, version=version)
 
 
