@@ -8,10 +8,13 @@ import typer
 from rich.console import Console
 
 import benchmarks.ablate
+import benchmarks.accuracy
 import benchmarks.compare
 import benchmarks.decode
 import benchmarks.doctor
+import benchmarks.fp8
 import benchmarks.gpu_tests
+import benchmarks.quantize
 import benchmarks.report
 import benchmarks.shapes
 import benchmarks.sustained
@@ -24,6 +27,7 @@ from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS
 from benchmarks.rows import RESULTS
 from benchmarks.timing import Budget
 from fa import GENERATIONS
+from fa3.config import FP8_CAPABILITIES
 from fa_common.problem import Problem
 from fa_common.switches import switches
 
@@ -105,6 +109,12 @@ def problems_of(*arguments: Any, **shape: int) -> list[Problem]:
         raise typer.BadParameter(str(error)) from None
 
 
+def check_fp8_head_dims(head_dims: Iterable[int]) -> None:
+    """Raises the option's error for one that FP8 has not."""
+    if wrong := [d for d in head_dims if d not in FP8_CAPABILITIES.head_dims]:
+        raise typer.BadParameter(f"{', '.join(map(str, wrong))}: head_dims of FP8 are multiples of 16 up to 256")
+
+
 def nothing_measured(out: Console) -> bool:
     """Whether no speed can be measured here; says why."""
     reason = machine.why_no_hopper()
@@ -130,6 +140,8 @@ SHAPES = typed(
 )
 TILES = typed(head_dim=benchmarks.tiles.HEAD_DIMS, mask=benchmarks.tiles.MASKS, seqlen=benchmarks.tiles.SEQLENS)
 SUSTAINED = typed(versions=benchmarks.sustained.VERSIONS, peers=benchmarks.sustained.DEFAULT_PEERS)
+ACCURACY = typed(head_dim=benchmarks.accuracy.HEAD_DIMS)
+QUANTIZE = typed(head_dim=benchmarks.quantize.HEAD_DIMS, seqlen=benchmarks.quantize.SEQLENS)
 DECODE = typed(
     batch=benchmarks.decode.BATCHES,
     seqlen=benchmarks.decode.SEQLENS,
@@ -140,7 +152,8 @@ DECODE = typed(
 HeadDims = Annotated[Any, typer.Option(parser=several_numbers, metavar="D,D")]
 Masks = Annotated[Any, typer.Option(parser=several(MASKS), metavar="MASK,MASK")]
 Seqlens = Annotated[Any, typer.Option(parser=several_numbers, metavar="N,N")]
-Dtypes = Annotated[Any, typer.Option(parser=several(("bfloat16", "float16")), metavar="T,T")]
+SIXTEEN_BITS = ("bfloat16", "float16")
+Dtypes = Annotated[Any, typer.Option(parser=several(SIXTEEN_BITS), metavar="T,T")]
 Versions = Annotated[Any, typer.Option(parser=several(GENERATIONS), metavar="V,V")]
 Peers = Annotated[Any, typer.Option(parser=several(PEERS), metavar="P,P", help='"" for none.')]
 Switched = Annotated[Any, typer.Option(parser=one_with_switches, metavar="V", help="A generation with switches.")]
@@ -161,7 +174,14 @@ def compare(
     head_dim: HeadDims = SWEEP["head_dim"],
     mask: Masks = SWEEP["mask"],
     seqlen: Seqlens = SWEEP["seqlen"],
-    dtype: Dtypes = SWEEP["dtype"],
+    dtype: Annotated[
+        Any,
+        typer.Option(
+            parser=several((*SIXTEEN_BITS, benchmarks.fp8.DTYPE)),
+            metavar="T,T",
+            help=f"{', '.join(SIXTEEN_BITS)}; or {benchmarks.fp8.DTYPE}, alone: beside bfloat16, without peers.",
+        ),
+    ] = SWEEP["dtype"],
     versions: Versions = SWEEP["versions"],
     peers: Peers = SWEEP["peers"],
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the versions take turns.")] = Budget.rounds,
@@ -173,15 +193,25 @@ def compare(
     """Compare the generations with each other and with their peers.
 
     On a Hopper GPU it measures their speed and keeps the rows. Anywhere else it shows their errors, the bytes and FLOPs
-    they count, and what their kernels were compiled to.
+    they count, and what their kernels were compiled to. In FP8 it is fa3 on quantised tensors, with quantisation, and
+    in bf16; there is no picture.
     """
-    out = console()
+    out, in_fp8 = console(), benchmarks.fp8.DTYPE in dtype
+    if in_fp8:
+        if len(dtype) > 1 or pass_ != "fwd":
+            raise typer.BadParameter(f"{benchmarks.fp8.DTYPE} is compared alone, and only its forward")
+        check_fp8_head_dims(head_dim)
+        dtype = DTYPES
     problems = problems_of(head_dim, mask, QUICK_SEQLENS if quick else seqlen, dtype)
     if nothing_measured(out):
+        if in_fp8:
+            raise typer.Exit(benchmarks.fp8.without_a_gpu(problems, versions, out))
         if pass_ != "fwd":
             out.print(f"Of {pass_} only the speed is compared, on a GPU; this is the forward.")
         raise typer.Exit(benchmarks.without_gpu.compare(problems, versions, out))
     budget = Budget(rounds=2 if quick else repeats)
+    if in_fp8:
+        raise typer.Exit(benchmarks.fp8.measure(problems, versions, budget, results, out))
     everyone = [*versions, *peers]
     raise typer.Exit(benchmarks.compare.compare(problems, everyone, budget, results, picture, out, pass_))
 
@@ -351,6 +381,47 @@ def decode(
     if nothing_measured(out):
         raise typer.Exit(benchmarks.decode.without_a_gpu(problems, everyone, out))
     raise typer.Exit(benchmarks.decode.measure(problems, everyone, num_splits, Budget(rounds=repeats), results, out))
+
+
+@app.command()
+def accuracy(
+    head_dim: HeadDims = ACCURACY["head_dim"],
+    seqlen: Annotated[int | None, typer.Option(min=1, help="Queries and keys.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    row: Annotated[int | None, typer.Option(min=1, help="Keys of the long row.")] = None,
+    results: Results = RESULTS,
+    picture: Picture = benchmarks.accuracy.PICTURE,
+) -> None:
+    """Measure how far fp16, bf16 and FP8 are from fp64, each kind of FP8's scales with and without rotation.
+
+    On a Hopper GPU it is the kernels' error, anywhere else the algorithms', on smaller tensors; the rows are kept.
+    """
+    out = console()
+    check_fp8_head_dims(head_dim)
+    sizes = {"seqlen": seqlen, "heads": heads, "row": row}
+    raise typer.Exit(benchmarks.accuracy.measure(head_dim, results, picture, out, **sizes))
+
+
+@app.command()
+def quantize(
+    head_dim: HeadDims = QUANTIZE["head_dim"],
+    seqlen: Seqlens = QUANTIZE["seqlen"],
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(SIXTEEN_BITS)}.")] = DTYPES[0],
+    repeats: Rounds = Budget.rounds,
+    results: Results = RESULTS,
+) -> None:
+    """Measure quantising Q, K and V to FP8, each kind of scales with and without rotation, beside a copy.
+
+    Anywhere but on a Hopper GPU it shows what it would measure, and the errors on small tensors.
+    """
+    out = console()
+    if dtype not in SIXTEEN_BITS:
+        raise typer.BadParameter(f"{dtype}: choose from {', '.join(SIXTEEN_BITS)}")
+    check_fp8_head_dims(head_dim)
+    problems = benchmarks.quantize.problems_of(head_dim, seqlen, dtypes=[dtype])
+    if nothing_measured(out):
+        raise typer.Exit(benchmarks.quantize.without_a_gpu(problems, out))
+    raise typer.Exit(benchmarks.quantize.measure(problems, Budget(rounds=repeats), results, out))
 
 
 @app.command()

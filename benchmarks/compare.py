@@ -31,6 +31,13 @@ PICTURE = rows.ROOT / "docs" / "compare-latest.svg"
 Step = tuple[str, Callable[[], str]]  # what is measured, and what measures it and says how it went
 
 
+class Standard(NamedTuple):
+    """What a contender's results are held against, and the largest relative error of right ones."""
+
+    exact: Results
+    limit: float
+
+
 class Admitted(NamedTuple):
     """A contender that is right on a problem."""
 
@@ -81,22 +88,32 @@ class Sweep:
 
         Returns the rows, the matrix product's first; they are on disk already.
         """
-        admitted = [one for problem in problems for one in self.admit(problem)]
+        return self.time([one for problem in problems for one in self.admit(problem)])
+
+    def time(self, admitted: Sequence[Admitted]) -> list[Row]:
+        """The rows of these, timed in turns with the matrix product, whose own is the first."""
         calls = {GEMM: self.gemm} | {(one.contender.name, one.problem): one.call for one in admitted}
         timings = in_turns(self.timer, calls, self.budget)
         gemm = self.keep_gemm(timings[GEMM])
         times = [timings[one.contender.name, one.problem] for one in admitted]
         return [gemm, *(self.keep(one, timing, gemm) for one, timing in zip(admitted, times, strict=True))]
 
-    def admit(self, problem: Problem, tensors: tuple[Tensor, ...] | None = None) -> list[Admitted]:
+    def admit(
+        self,
+        problem: Problem,
+        tensors: tuple[Tensor, ...] | None = None,
+        standards: Mapping[str, Standard] | None = None,
+    ) -> list[Admitted]:
         """The contenders that are right on this problem, each with its call on the tensors that it was checked on.
 
-        Those are random if not given.
+        Those are random if not given; `standards`, by contender, are all the reference on them if not given.
         """
         self.num_problems += 1
         tensors = tensors or random_tensors(problem)
-        exact = (exact_output if self.direction == "fwd" else exact_gradients)(problem, *tensors)
-        found = [(contender, self._admit(contender, problem, tensors, exact)) for contender in self.contenders]
+        if standards is None:
+            exact = (exact_output if self.direction == "fwd" else exact_gradients)(problem, *tensors)
+            standards = dict.fromkeys([one.name for one in self.contenders], Standard(exact, limit(problem.dtype)))
+        found = [(one, self._admit(one, problem, tensors, standards[one.name])) for one in self.contenders]
         return [Admitted(contender, problem, *admitted) for contender, admitted in found if admitted]
 
     def keep(self, one: Admitted, timing: Timing, gemm: Row | None = None, **more: Any) -> Row:
@@ -110,7 +127,7 @@ class Sweep:
         return self._keep(self.gemm.columns() | more, self.gemm.FLOPS, timing, self.gemm_error, rate)
 
     def _admit(
-        self, contender: Contender, problem: Problem, tensors: tuple[Tensor, ...], exact: Results
+        self, contender: Contender, problem: Problem, tensors: tuple[Tensor, ...], standard: Standard
     ) -> tuple[Callable, float] | None:
         """The contender's call and its error on this problem; None, and a note, if it cannot be timed."""
         if reason := self.unfit.get((contender.name, problem)):
@@ -119,7 +136,7 @@ class Sweep:
             return self._skip(contender, problem, reason)
         try:
             call = within(contender, contender.prepare(problem, *tensors))
-            error = relative_error(call(), exact)
+            error = relative_error(call(), standard.exact)
         except torch.AcceleratorError:  # a fault takes the CUDA context with it: nothing after it could be measured
             raise
         except torch.OutOfMemoryError:
@@ -127,8 +144,8 @@ class Sweep:
         except Exception as failure:  # what a peer raises where it lacks something is the peer's own choice
             reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
             return self._skip(contender, problem, reason, failed=isinstance(contender, Ours))
-        if not error <= limit(problem.dtype):
-            reason = f"wrong: relative error {error:.1e}, at most {limit(problem.dtype):.1e} is right"
+        if not error <= standard.limit:
+            reason = f"wrong: relative error {error:.1e}, at most {standard.limit:.1e} is right"
             return self._skip(contender, problem, reason, failed=True)
         return call, error
 

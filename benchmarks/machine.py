@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 HOPPER = (9, 0)
+CPU = "CPU"  # in a GPU's place, where the algorithms ran
 
 
 def why_no_hopper() -> str | None:
@@ -49,6 +50,11 @@ def driver() -> str | None:
 def facts() -> dict[str, str | None]:
     """The columns that say where a row was measured, by their names in `rows.Row`."""
     return {"gpu": gpu(), "torch": torch.__version__, "dsl": package("nvidia-cutlass-dsl"), "driver": driver()}
+
+
+def facts_without_gpu() -> dict[str, str | None]:
+    """The same where the algorithms run: neither a compiler nor a driver has a part in it."""
+    return {"gpu": CPU, "torch": torch.__version__, "dsl": None, "driver": None}
 
 
 def python() -> str:

@@ -11,12 +11,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pandas as pd
 
-from benchmarks import ablate, compare, comparison, decode, plot, shapes, sustained
+from benchmarks import ablate, accuracy, compare, comparison, decode, fp8, plot, quantize, shapes, sustained
 from benchmarks.doctor import host_table
-from benchmarks.rows import RESULTS, ROOT, Row, TestsRow, read, source_sha
+from benchmarks.rows import RESULTS, ROOT, AccuracyRow, QuantizeRow, Row, TestsRow, newest_run, read, source_sha
 from benchmarks.tables import Table
 
 DOCS = ROOT / "docs"
@@ -157,6 +158,27 @@ def _tests(gpu: Path, picture: str | None) -> str | None:
     )
 
 
+def _accuracy(gpu: Path, picture: str | None) -> str | None:
+    """Every error, and the picture."""
+    run = accuracy.newest_run(gpu)
+    if run is None:
+        return None
+    parts = _titled(run, accuracy.table(run))
+    return "\n\n".join([*parts, f"![root mean square errors]({picture})"] if picture else parts)
+
+
+def _quantize(gpu: Path, picture: str | None) -> str | None:
+    """What quantising costs."""
+    run = newest_run(gpu / f"{quantize.SUITE}.jsonl", quantize.missing)
+    return run and "\n\n".join(_titled(run, quantize.table(run)))
+
+
+def _titled(run: Sequence[AccuracyRow | QuantizeRow], table: Table) -> list[str]:
+    """A table under its title, where and when it was measured."""
+    last = run[-1]
+    return [f"{table.title}. {last.gpu}, torch {last.torch}; run {last.run}, {last.time[:10]}.", table.to_markdown()]
+
+
 def _with_facts(
     run: pd.DataFrame, table: Table, picture: str | None = None, shows: str = "rate over sequence length"
 ) -> str:
@@ -180,15 +202,19 @@ BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
     "shapes": ("shapes", _suite(shapes)),
     "sustained": ("sustained", _suite(sustained)),
     "decode": ("decode", _suite(decode)),
+    "fp8": (f"compare --dtype {fp8.DTYPE}", _suite(fp8)),
+    "quantize": ("quantize", _quantize),
     "ablate": ("ablate", _ablate),
+    "accuracy": ("accuracy", _accuracy),
     "host": ("doctor", _host),
     "tests": ("gpu-tests", _tests),
 }
 
 # What is drawn of a suite: its run, and how.
-PICTURES: dict[str, tuple[Callable[[Path], pd.DataFrame | None], Callable[[pd.DataFrame, Path], None]]] = {
+PICTURES: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Path], None]]] = {
     "compare": (_newest_comparison, plot.draw),
     "compare --pass bwd": (partial(_newest_comparison, suite="compare-bwd"), plot.draw),
     "compare --pass fwd+bwd": (partial(_newest_comparison, suite="compare-fwd-bwd"), plot.draw),
     "ablate": (_newest_ablation, ablate.draw),
+    "accuracy": (accuracy.newest_run, accuracy.draw),
 }

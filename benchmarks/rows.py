@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,7 +50,9 @@ class Row:
     time: str  # ISO 8601
     source_sha: str | None = None  # see `source_sha`; peers have none
     # Only in rows of suites that need them.
-    call: str | None = None  # `host`: which function; `decode`: "graph" or "eager"; `sustained`: "burst" or "sustained"
+    # `host`: which function; `decode`: "graph" or "eager"; `sustained`: "burst" or "sustained"; `fp8`: "quantized"
+    # before the call, or "with quantization" in it
+    call: str | None = None
     softcap: float | None = None
     lengths: list[int] | None = None  # of packed sequences, for queries and keys alike; seqlen_q is the longest
     tb_per_s: float | None = None  # bytes of K and V over the time
@@ -77,6 +79,71 @@ class TestsRow:
     gpu: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class AccuracyRow:
+    """The error of one way to compute attention, against fp64."""
+
+    run: str
+    suite: str = "accuracy"
+    version: str  # a generation, or "standard"
+    dtype: str
+    scales: str | None  # FP8 only: "tensor", "head" or "block"
+    hadamard: bool | None  # FP8 only
+    inputs: str  # how Q, K and V are distributed: "normal", "outliers" or "positive"
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    rmse: float
+    max_err: float
+    cosine: float
+    gpu: str  # "CPU" where the algorithms ran and not the kernels
+    torch: str
+    dsl: str | None
+    driver: str | None
+    time: str
+    source_sha: str | None  # None of "standard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeRow:
+    """One measurement of quantising Q, K and V. Times are in ms a call."""
+
+    run: str
+    suite: str = "quantize"
+    version: str
+    dtype: str  # what is quantised
+    scales: str  # "tensor", "head" or "block"
+    hadamard: bool
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    ms: float  # median
+    ms_p20: float
+    ms_p80: float
+    gb_per_s: float  # the inputs read once and the results written once, over the time
+    pct_of_copy: float  # of the rate of a copy on the device, timed in turn with this row, that moves as many bytes
+    rel_err: float  # the largest ||x - exact|| / ||exact|| of q, k and v, x the numbers that e4m3 and scales stand for
+    gpu: str
+    sm_clock_mhz: float | None
+    power_w: float | None
+    torch: str
+    dsl: str | None
+    driver: str | None
+    time: str
+    source_sha: str
+
+
+AnyRow = Row | TestsRow | AccuracyRow | QuantizeRow
+# By suite; every other has a Row.
+KINDS: dict[str, type[AnyRow]] = {"tests": TestsRow, "accuracy": AccuracyRow, "quantize": QuantizeRow}
+
+
 def new_run() -> str:
     """An identifier of this process's measurements; later runs sort after earlier ones."""
     return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
@@ -92,7 +159,7 @@ def path_of(suite: str, gpu: str, results: Path = RESULTS) -> Path:
     return results / gpu.removeprefix("NVIDIA ").lower().replace(" ", "-") / f"{suite}.jsonl"
 
 
-def append(row: Row | TestsRow, results: Path = RESULTS) -> None:
+def append(row: AnyRow, results: Path = RESULTS) -> None:
     """Adds a row to its suite's file and flushes it to disk, so that an interrupted sweep keeps what it measured.
 
     Raises ValueError for a NaN or an infinity: neither is JSON, and neither is a measurement.
@@ -108,14 +175,14 @@ def append(row: Row | TestsRow, results: Path = RESULTS) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> Iterator[Row | TestsRow]:
+def read(path: Path) -> Iterator[AnyRow]:
     """Every row of a file, oldest first; a file that does not exist has none.
 
     Raises ValueError naming the file and line for a line that is no row.
     """
     if not path.exists():
         return
-    kind = TestsRow if path.stem == "tests" else Row
+    kind = KINDS.get(path.stem, Row)
     names = {field.name.rstrip("_"): field.name for field in fields(kind)}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -125,6 +192,14 @@ def read(path: Path) -> Iterator[Row | TestsRow]:
                 f"{path}:{number}: needs one JSON object with the fields of {kind.__name__}, got {line[:80]!r} "
                 f"({type(error).__name__}: {error}); delete the line or restore the file from git"
             ) from error
+
+
+def newest_run(path: Path, missing: Callable[[list[AnyRow]], Sequence[str]]) -> list[AnyRow] | None:
+    """The rows of the run in a file that lacks least, of several the newest; None if there is none."""
+    runs: dict[str, list[AnyRow]] = {}
+    for row in read(path):
+        runs.setdefault(row.run, []).append(row)
+    return min((runs[run] for run in sorted(runs, reverse=True)), key=lambda run: len(missing(run)), default=None)
 
 
 def source_sha(version: str, root: Path = ROOT) -> str:

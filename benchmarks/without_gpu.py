@@ -21,7 +21,7 @@ from fa_common.report import KernelReport, report
 # Small enough to wait for, long enough that the terms quadratic in seqlen lead.
 SHAPE = {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 2, "heads_kv": 2}
 
-INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "USETMAXREG", "MUFU")
+INSTRUCTIONS = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "UTMALDG", "LDSM", "USETMAXREG", "MUFU")
 
 Reports = dict[tuple[Problem, str], KernelReport | IsolatedFailure]
 

@@ -11,6 +11,7 @@ changed since fa2
   - Ping-pong: one warpgroup's softmax runs under another's products (section 3.1).
   - Inside a warpgroup, the softmax of a block runs under P V of the block before (section 3.2).
   - CTAs are persistent: each computes tile after tile, and stores one while it loads the next.
+  - FP8, with a scale for each block of rows and incoherent processing (section 3.3).
   - From elsewhere: O is rescaled only when it must be (lazy rescale, FA4); K and V by multicast (off by default).
   - On a GPU too: windows, softcap, packed sequences, decoding with a cache.
 
@@ -28,11 +29,13 @@ products.py   the two products, as WGMMA
 epilogue.py   O and LSE out to global memory
 sync.py       warp roles, barriers, register budgets
 interface.py  tensors in, tensors out
+fp8.py        the same for q, k and v in e4m3; how they get there
 kvcache.py    the same for decoding with a cache of K and V; keys in splits
 merge.py      the kernel that makes one result of those of the splits
 """
 
 from fa3.config import CAPABILITIES, Config
+from fa3.fp8 import Quantized, flash_attn_fp8_func, quantize
 from fa3.interface import backward, flash_attn_func, flash_attn_varlen_func, forward
 from fa3.kvcache import flash_attn_with_kvcache
 from fa_common.package import keep_functions
@@ -40,11 +43,14 @@ from fa_common.package import keep_functions
 __all__ = [
     "CAPABILITIES",
     "Config",
+    "Quantized",
     "backward",
+    "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "forward",
+    "quantize",
 ]
 
 keep_functions(__name__)

@@ -3,6 +3,7 @@
 changed since fa2
   - S of the next block is issued before P V of the current one, so that softmax and a product run at once (3.2).
   - The backward issues S and dP together; dV runs while dS is computed, and a warp of its own adds dQ (B.1).
+  - FP8: Q, K and V in e4m3, a scale for each block of rows, Q and K rotated so that no entry sticks out (3.3).
   - What plain PyTorch cannot show: TMA loads by a producer warp, WGMMA, two warpgroups that take turns (3.1).
   - From elsewhere (Flash-Decoding, split-KV): a few queries' keys in splits, merged afterwards.
 unchanged
@@ -17,11 +18,19 @@ Upper-case names are tiles on chip, in the accumulator's precision; lower-case n
 from itertools import product
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange, reduce, repeat
 from torch import Tensor
+from torch.nn.functional import pad
 
+from fa3.config import KV_BLOCK, Q_BLOCK
 from fa_common.masks import BlockMask, Mask
 from fa_common.memory import Memory, accumulator_dtype, counted, rounded
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+# P of the largest score. Below it e4m3 has 14 powers of two with all their digits, below 1 it would have only 6; above
+# it the next power of two is past the largest number.
+P_MAX = 256.0
+SMALLEST_AMAX = 2.0**-100  # less counts as zero: the scale and its reciprocal must be normal numbers
 
 
 @counted
@@ -198,3 +207,125 @@ def backward(
     dq = rearrange(dq, "(b h) g m d -> b m (h g) d", h=heads_kv)
     dk, dv = (rearrange(x, "(b h) n d -> b n h d", h=heads_kv) for x in (dk, dv))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+# ---- FP8
+
+
+@counted
+def forward_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    descale_q: Tensor,
+    descale_k: Tensor,
+    descale_v: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    config,
+    out_dtype: torch.dtype = torch.bfloat16,
+    memory: Memory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`forward` of q, k and v in e4m3 that stand for their products with descale_q, descale_k and descale_v.
+
+    These are float32 (batch, heads, blocks): a scale for each Q_BLOCK rows of q, each KV_BLOCK rows of k and v.
+
+    P V has no place for a factor of each key's own, so V's scale is a factor of P: its logarithm is added to the
+    scores. O then adds up in units of V's e4m3 values, and row_sum takes the scale back out of each P.
+    """
+    (seqlen_q, heads_q), (seqlen_k, heads_kv) = q.shape[1:3], k.shape[1:3]
+    blocks = BlockMask(Mask(seqlen_q, seqlen_k, causal, window), config.tile_m, config.tile_n)
+    q = rearrange(q, "b m h d -> (b h) m d")
+    k, v = (repeat(x, "b n h d -> (b h g) n d", g=heads_q // heads_kv) for x in (k, v))
+    descale_q = rearrange(descale_q, "b h n -> (b h) n")
+    descale_k, descale_v = (repeat(x, "b h n -> (b h g) n", g=heads_q // heads_kv) for x in (descale_k, descale_v))
+    out, lse = torch.empty_like(q, dtype=out_dtype), q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
+
+    for m_block in range(blocks.num_m_blocks):
+        queries = blocks.queries(m_block)
+        Q, scale_q = memory.read(q[:, queries]), row_scales(descale_q, queries, Q_BLOCK, memory)
+        O, row_sum = torch.zeros_like(Q), torch.zeros_like(Q[..., :1])
+        row_max = torch.full_like(row_sum, torch.finfo(Q.dtype).min)
+        P, V = Q[..., :0], Q[:, :0]
+        for n_block in reversed(blocks.n_blocks(m_block)):
+            keys = blocks.keys(n_block)
+            K = memory.read(k[:, keys])
+            scale_k, scale_v = (row_scales(x, keys, KV_BLOCK, memory).mT for x in (descale_k, descale_v))
+            S = softmax_scale * scale_q * scale_k * (Q @ K.mT)  # (batch * heads, queries, keys)
+            O = torch.baddbmm(O, rounded(P, v.dtype), V)
+            V = memory.read(v[:, keys])
+            if softcap:
+                S = softcap * torch.tanh(S / softcap)
+            S = S + torch.log(scale_v)
+            if not blocks.is_full(m_block, n_block):
+                S = S.masked_fill(~blocks.visible(m_block, n_block, S.device), -torch.inf)
+            row_max_new = torch.maximum(row_max, S.amax(-1, keepdim=True))
+            P = P_MAX * torch.exp(S - row_max_new)
+            rescale = torch.exp(row_max - row_max_new)
+            row_sum = rescale * row_sum + (P / scale_v).sum(-1, keepdim=True)
+            O = rescale * O
+            row_max = row_max_new
+        O = torch.baddbmm(O, rounded(P, v.dtype), V)
+        memory.write(out[:, queries], O / row_sum.masked_fill(row_sum == 0, 1))  # 0 / 1 for a row without a key
+        memory.write(lse[:, queries], row_max + torch.log(row_sum / P_MAX))
+    lse = rearrange(lse, "(b h) m 1 -> b h m", h=heads_q)
+    return rearrange(out, "(b h) m d -> b m h d", h=heads_q).contiguous(), lse
+
+
+def row_scales(descale: Tensor, rows: slice, block: int, memory: Memory) -> Tensor:
+    """The scale of each of `rows`, (batch * heads, rows, 1), from that of each `block` rows."""
+    first = rows.start // block
+    scales = memory.read(descale[:, first : (rows.stop - 1) // block + 1])
+    return scales[:, torch.arange(rows.start, rows.stop, device=descale.device) // block - first, None]
+
+
+def quantize(x: Tensor, scales: str, heads_kv: int, block: int) -> tuple[Tensor, Tensor]:
+    """x (batch, seqlen, heads, head_dim) as e4m3 values and the float32 scales to multiply them with.
+
+    `scales` says which entries share one, and so what is the shape: "tensor" (1,), all; "head" (batch, heads_kv), a
+    sequence's head of K and V, or the heads of Q that read it; "block" (batch, heads, blocks), `block` rows of a head.
+    """
+    batch, seqlen, heads, _ = x.shape
+    x = x.float()
+    if scales == "tensor":
+        largest = x.abs().amax().reshape(1) if x.numel() else x.new_zeros(1)
+        of_rows = scale = scale_of(largest)
+    elif scales == "head":
+        grouped = rearrange(x.abs(), "b m (h g) d -> b h (m g d)", h=heads_kv)
+        scale = scale_of(grouped.amax(-1) if seqlen else grouped.new_zeros(batch, heads_kv))
+        of_rows = repeat(scale, "b h -> b 1 (h g) 1", g=heads // heads_kv)
+    else:
+        padded = pad(x.abs(), (0, 0, 0, 0, 0, -seqlen % block))
+        scale = scale_of(reduce(padded, "b (n r) h d -> b h n", "max", r=block))
+        of_rows = repeat(scale, "b h n -> b (n r) h 1", r=block)[:, :seqlen]
+    return to_e4m3(x / of_rows), scale
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """What to divide by so that `largest` becomes the largest e4m3 number; 1 where there is nothing but zeros."""
+    return (largest / E4M3_MAX).masked_fill(largest < SMALLEST_AMAX, 1)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """x rounded to nearest even, as cvt.rn.satfinite does it: beyond 448, infinity included, 448; NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def rotate(x: Tensor, signs: Tensor) -> Tensor:
+    """x times `signs` (head_dim,), then an orthonormal Hadamard transform over head_dim, float32.
+
+    It spreads an outlier over its row, and applied to Q and K both it leaves Q K^T as it is. A head_dim that is no
+    power of two is transformed in runs of the largest power of two that divides it.
+    """
+    head_dim = x.shape[-1]
+    run = head_dim & -head_dim
+    x = x.float() * signs
+    half = 1
+    while half < run:
+        left, right = rearrange(x, "... (n two half) -> two ... n half", two=2, half=half)
+        x = rearrange([left + right, left - right], "two ... n half -> ... (n two half)")
+        half *= 2
+    return x / run**0.5

@@ -1,6 +1,6 @@
 """What FA3's kernels are built from: tiles, stages and the ideas that can be switched off one at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fa_common.capabilities import Capabilities
@@ -18,6 +18,12 @@ CAPABILITIES = Capabilities(
 )
 SCHEDULERS = ("static", "dynamic")
 SHORT_QUERIES = 16  # up to so many, the query heads of a K/V head are packed into one tile
+
+# FP8 (FA3 3.3). An e4m3 row must be a multiple of 16 bytes, as every load is.
+FP8_CAPABILITIES = replace(CAPABILITIES, dtypes=("float8_e4m3fn",), head_dims=tuple(range(16, 257, 16)))
+# So many rows of a sequence and head share a scale, where blocks have one.
+Q_BLOCK = 64  # of Q: what one warpgroup computes
+KV_BLOCK = 128  # of K and of V
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,50 @@ def default_config(problem: Problem) -> Config:
     # Shared memory has no room for O beside Q.
     tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
     return schedule(tile_m=128, tile_n=tile_n, stages=2, epilogue_overlap=False)
+
+
+def check_fp8_config(config: Config) -> None:
+    """That the FP8 kernel can have it. Raises ValueError that names the rule."""
+    for name, why in (
+        ("tma", "its producer warps turn V around, which TMA brings"),
+        ("warp_specialized", "its producer warps turn V around"),
+        ("p_in_registers", "there is no 8-bit P in shared memory"),
+        ("epilogue_overlap", "O is wider than Q, so it has its own memory"),
+    ):
+        if not getattr(config, name):
+            raise ValueError(f"the FP8 kernel needs {name}=True ({why}); got {name}=False")
+    for name in ("cluster", "pack_gqa"):
+        if getattr(config, name):
+            raise ValueError(f"the FP8 kernel needs {name}=False; got {name}=True")
+    if config.tile_n not in (64, 128):
+        raise ValueError(
+            f"the FP8 kernel needs tile_n 64 or 128 (a block with one scale, or half); got {config.tile_n}"
+        )
+    if config.stages < 2:
+        raise ValueError(f"the FP8 kernel needs 2 stages or more (one to load, one to turn); got {config.stages}")
+
+
+def default_fp8_config(problem: Problem) -> Config:
+    """The FP8 tiles measured fastest on an H200 at head_dim 64, 128 and 256 (docs/fa3.md); in between, some that fit.
+
+    Ping-pong is off: the products are half as long as in 16 bits, and what limits is the latency of the softmax.
+    """
+    is_bounded = problem.softcap > 0 or problem.window != (None, None)
+    is_crowded = problem.varlen and is_bounded
+    is_uneven = problem.causal or problem.varlen or problem.window != (None, None)
+    schedule = partial(Config, tile_n=64, stages=4, scheduler="dynamic" if is_uneven else "static", pingpong=False)
+    # Q in registers where there are some left: S of 64 keys would read it from shared memory all too often.
+    steps = 0 if problem.varlen or is_bounded else 4
+    if problem.head_dim <= 64:
+        if problem.varlen:
+            return schedule(tile_m=192)
+        return schedule(tile_m=192, tile_n=128, q_register_steps=steps // 2)
+    if problem.head_dim <= 96:
+        return schedule(tile_m=192, q_register_steps=steps // 2)
+    if problem.head_dim <= 128:
+        # Half of a block that has one scale: with 128 keys S, P and O of 192 rows would take all registers.
+        return schedule(tile_m=128 if is_crowded else 192, q_register_steps=steps)
+    return schedule(tile_m=64 if is_crowded and problem.head_dim > 192 else 128, q_register_steps=steps)
 
 
 def few_queries_config(problem: Problem) -> Config:

@@ -32,6 +32,7 @@ registers a consumer thread (d = 128, 192 x 80, 160 of them): O 64, S 40, P 20
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -44,12 +45,24 @@ from cutlass.cute.runtime import make_fake_stream
 from cutlass.tensor_utils import LayoutEnum
 
 from fa3.epilogue import store_lse, store_rows, store_tile
-from fa3.loads import CpAsyncLoads, RowGather, Shared, TmaLoads, storage_type, tma_atom, with_moving_end
+from fa3.loads import (
+    CpAsyncLoads,
+    RowGather,
+    Shared,
+    TmaLoads,
+    load_ahead,
+    load_first,
+    storage_type,
+    tma_atom,
+    with_moving_end,
+)
 from fa3.products import ROWS, Products
 from fa3.scheduler import NO_TILE, NUM_PLACES, Facts, Tile, Work, grid_size
-from fa3.softmax import OnlineSoftmax, rescale_rows
+from fa3.softmax import BlockScales, OnlineSoftmax, rescale_rows
 from fa3.sync import (
     PRODUCER_WARP,
+    REGISTERS,
+    REGISTERS_COPYING,
     THREADS_PER_WARPGROUP,
     WARPS_PER_WARPGROUP,
     Gates,
@@ -84,6 +97,7 @@ class Share:
     pipes: Pipes
     gates: Gates
     loads: TmaLoads | CpAsyncLoads | None  # unless others load (warp_specialized)
+    descales: Any  # of 8-bit tensors, those of the tile's sequence and head; None otherwise
 
 
 class Forward:
@@ -91,7 +105,7 @@ class Forward:
 
     def __init__(self, key: KernelKey):
         self.config = key.config
-        self.dtype = DTYPES[key.dtype]
+        self.dtype, self.dtype_O = self.dtypes(key)
         self.head_dim = key.head_dim
         # Tiles are as wide as the next width that WGMMA layouts like; TMA loads zeros past head_dim and stores nothing.
         self.width = next(width for width in WIDTHS if width >= key.head_dim)
@@ -101,7 +115,8 @@ class Forward:
         self.num_consumers = key.config.num_consumer_warpgroups
         self.num_producers = 1 if key.config.warp_specialized else 0  # warpgroups
         self.num_threads = THREADS_PER_WARPGROUP * (self.num_producers + self.num_consumers)
-        self.has_busy_producer = not key.config.tma
+        self.has_busy_producer = not key.config.tma  # all its four warps have something to do
+        self.registers = REGISTERS if key.config.tma else REGISTERS_COPYING
         self.cluster_size = self.facts.cluster_size
         # Rows that no TMA box holds: a warpgroup gathers its own from Q, and stores O from its registers.
         self.gathers_queries = key.config.pack_gqa or not key.config.tma
@@ -109,6 +124,10 @@ class Forward:
         self.owns_O = key.config.epilogue_overlap and not self.stores_directly  # memory for O beside Q's
         # Else O leaves through sQ, and the next tile's Q has to wait until it has.
         self.frees_queries_early = key.config.epilogue_overlap or self.stores_directly
+
+    def dtypes(self, key: KernelKey) -> tuple[type, type]:
+        """Of Q, K and V, and of O."""
+        return DTYPES[key.dtype], DTYPES[key.dtype]
 
     @cute.jit
     def __call__(
@@ -131,9 +150,16 @@ class Forward:
     ):
         """Q, K, V, O (batch, seqlen, heads, head_dim), LSE (batch, heads, seqlen_q); packed sequences (total, heads,
         head_dim) and (heads, total); with splits O and LSE are fp32, their first mode the split."""
+        sequences = (cu_seqlens_q, cu_seqlens_k, counter)
+        numbers = (softmax_scale, softcap, window_left, window_right, num_splits)
+        self.launch((mQ, mK, mV, mO, mLSE), sequences, numbers, num_sms, stream)
+
+    @cute.jit
+    def launch(self, tensors: tuple, sequences: tuple, numbers: tuple, num_sms: Int32, stream, descales=None):
+        """Makes instructions, layouts and TMA descriptors, and launches."""
         tile_n, stages, dtype, width = self.config.tile_n, self.config.stages, self.dtype, self.width
-        mQ, mK, mV, mO = self.views(mQ, mK, mV, mO)
-        grid = grid_size(self.facts, (mQ, mK, cu_seqlens_q), num_splits, num_sms)
+        (mQ, mK, mV, mO), mLSE = self.views(*tensors[:4]), tensors[4]
+        grid = grid_size(self.facts, (mQ, mK, sequences[0]), numbers[-1], num_sms)
 
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         p_source = warpgroup.OperandSource.RMEM if self.config.p_in_registers else warpgroup.OperandSource.SMEM
@@ -141,14 +167,15 @@ class Forward:
             sm90.make_trivial_tiled_mma(dtype, dtype, K, K, Float32, (1, 1, 1), (ROWS, tile_n), q_source)
             for q_source in (warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM)
         )
-        mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, K, MN, Float32, (1, 1, 1), (ROWS, width), p_source)
+        v_major, v_order = (MN, LayoutEnum.COL_MAJOR) if self.dtype.width == 16 else (K, LayoutEnum.ROW_MAJOR)
+        mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, K, v_major, Float32, (1, 1, 1), (ROWS, width), p_source)
         layout_Q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, width), dtype, self.num_consumers)
         layout_K = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, width), dtype, stages)
-        layout_V = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (ROWS, width, tile_n), dtype, stages)
+        layout_V = sm90.make_smem_layout_b(v_order, (ROWS, width, tile_n), dtype, stages)
         layout_P = None
         if const_expr(not self.config.p_in_registers):
             layout_P = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, width, tile_n), dtype, self.num_consumers)
-        layout_O = sm90.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, width), self.num_consumers)
+        layout_O = sm90.make_smem_layout_epi(self.dtype_O, LayoutEnum.ROW_MAJOR, (ROWS, width), self.num_consumers)
 
         tma_Q, tma_K, tma_V, tma_O = None, None, None, None
         if const_expr(not self.gathers_queries):
@@ -158,21 +185,23 @@ class Forward:
             if const_expr(self.config.cluster):
                 kv_op = cpasync.CopyBulkTensorTileG2SMulticastOp()
             tma_K, mK = tma_atom(kv_op, mK, layout_K, (tile_n, width), self.cluster_size)
-            tma_V, mV = tma_atom(kv_op, mV, layout_V, (width, tile_n), self.cluster_size)
+            box_V = (layout_V, (width, tile_n)) if const_expr(dtype.width == 16) else (layout_K, (tile_n, width))
+            tma_V, mV = tma_atom(kv_op, mV, *box_V, self.cluster_size)
         if const_expr(not self.stores_directly):
             tma_O, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout_O, (ROWS, width))
 
         layouts = (layout_Q, layout_K, layout_V, layout_P, layout_O)
-        self.Storage = storage_type(self.config, dtype, layouts, self.owns_O)
+        self.Storage = storage_type(self.config, (dtype, self.dtype_O), layouts, self.owns_O)
         check_shared_memory(self.Storage.size_in_bytes(), self.config, self.head_dim)
 
         self.kernel(
             (tma_Q, tma_K, tma_V, tma_O),
             (mQ, mK, mV, mO, mLSE),
-            (cu_seqlens_q, cu_seqlens_k, counter),
+            sequences,
             layouts,
             (mma_qk, mma_rqk, mma_pv),
-            (softmax_scale, softcap, window_left, window_right, num_splits),
+            numbers,
+            descales,
         ).launch(
             grid=(grid, 1, 1),
             block=[self.num_threads, 1, 1],
@@ -197,11 +226,14 @@ class Forward:
             mO = with_moving_end(mO)
         if self.sequences != "dense" and self.config.tma:
             mK, mV = with_moving_end(mK), with_moving_end(mV)
-        mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, *range(2, cute.rank(mV))]))
+        if self.dtype.width == 16:
+            mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, *range(2, cute.rank(mV))]))
         return mQ, mK, mV, mO
 
     @cute.kernel
-    def kernel(self, tma: tuple, tensors: tuple, sequences: tuple, layouts: tuple, mmas: tuple, numbers: tuple):
+    def kernel(
+        self, tma: tuple, tensors: tuple, sequences: tuple, layouts: tuple, mmas: tuple, numbers: tuple, descales
+    ):
         """Sets up shared memory and barriers; then some load, and the consumer warpgroups attend and store."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == PRODUCER_WARP:
@@ -219,19 +251,19 @@ class Forward:
         work = Work.of(self.facts, tensors[:2], sequences, numbers)
 
         if const_expr(not self.config.warp_specialized):
-            self.consume(work, tma, tensors, shared, pipes, mmas)
+            self.consume(work, tma, tensors, shared, pipes, mmas, descales)
         else:
-            producer_registers, consumer_registers = register_budget(self.num_consumers, self.has_busy_producer)
+            producer_registers, consumer_registers = register_budget(self.num_consumers, self.registers)
             if warp_index < WARPS_PER_WARPGROUP:
                 if const_expr(self.config.setmaxnreg):
                     cute.arch.setmaxregister_decrease(producer_registers)
                 # One warp starts TMA's copies; cp.async takes all four.
-                if const_expr(not self.config.tma) or warp_index == PRODUCER_WARP:
+                if const_expr(self.has_busy_producer) or warp_index == PRODUCER_WARP:
                     self.load(work, tma, tensors, shared, pipes)
             else:
                 if const_expr(self.config.setmaxnreg):
                     cute.arch.setmaxregister_increase(consumer_registers)
-                self.consume(work, tma, tensors, shared, pipes, mmas)
+                self.consume(work, tma, tensors, shared, pipes, mmas, descales)
 
     @cute.jit
     def load(self, work: Work, tma: tuple, tensors: tuple, shared: Shared, pipes: Pipes):
@@ -273,48 +305,7 @@ class Forward:
         return CpAsyncLoads.of(work, tile, tensors[:3], shared, pipes, threads)
 
     @cute.jit
-    def load_ahead(self, n_block: Int32, begin: Int32, share: Share, states: tuple):
-        """Without a producer: K of block n and V of block n + 1 are done with, and make room for those `stages` on."""
-        k_state, v_state = states
-        if const_expr(not self.config.warp_specialized):
-            is_loading = const_expr(not self.config.tma) or cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
-            k_block, v_block = n_block - self.config.stages, n_block + 1 - self.config.stages
-            if k_block >= begin:
-                if is_loading:
-                    share.loads.load_k(k_block, k_state)
-                k_state.advance()
-            if v_block >= begin:
-                if is_loading:
-                    share.loads.load_v(v_block, v_state)
-                v_state.advance()
-        return k_state, v_state
-
-    @cute.jit
-    def load_first(self, share: Share, blocks: KeyBlocks, q_phase: Int32):
-        """Without a producer: Q, a block of K for each stage, and of V for each but one, which `load_ahead` fills.
-
-        Returns how far K and V are loaded.
-        """
-        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        if const_expr(not self.config.warp_specialized):
-            is_loading = const_expr(not self.config.tma) or cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
-            if is_loading:
-                share.loads.load_q(q_phase ^ 1)
-            for i in cutlass.range_constexpr(self.config.stages):
-                n_block = blocks.end - 1 - i
-                if n_block >= blocks.begin:
-                    if is_loading:
-                        share.loads.load_k(n_block, k_state)
-                    k_state.advance()
-                    if const_expr(i < self.config.stages - 1):
-                        if is_loading:
-                            share.loads.load_v(n_block, v_state)
-                        v_state.advance()
-        return k_state, v_state
-
-    @cute.jit
-    def consume(self, work: Work, tma: tuple, tensors: tuple, shared: Shared, pipes: Pipes, mmas: tuple):
+    def consume(self, work: Work, tma: tuple, tensors: tuple, shared: Shared, pipes: Pipes, mmas: tuple, descales):
         """A consumer warpgroup: tile after tile, 64 rows of each."""
         scheduler = work.scheduler
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -334,7 +325,8 @@ class Forward:
             if const_expr(not self.config.warp_specialized):
                 loads = self.loads(work, tile, tma, tensors, shared, pipes)
             first_row = tile.m_block * self.config.tile_m + warpgroup_index * ROWS
-            share = Share(work, tile, warpgroup_index, first_row, pipes, gates, loads)
+            scales = self.descales_of(descales, work, tile, first_row)
+            share = Share(work, tile, warpgroup_index, first_row, pipes, gates, loads, scales)
             products = Products.of(mmas, sQ, shared.sK, shared.sV, sP, warpgroup_index, self.config)
             softmax = OnlineSoftmax.start(ROWS_PER_THREAD, work.scale_log2, self.config)
             if const_expr(self.gathers_queries):
@@ -363,7 +355,10 @@ class Forward:
         block = self.block_overlapped if const_expr(self.config.overlap_gemm_softmax) else self.block_in_order
         blocks, all_blocks = work.key_blocks(tile, share.first_row, ROWS), work.all_key_blocks(tile)
         begin, last = all_blocks.begin, blocks.end - 1
-        ahead = self.load_first(share, all_blocks, q_phase)  # changes nothing if a producer loads; likewise load_ahead
+        if const_expr(share.descales is not None):
+            share.descales.load(last)
+        # These change nothing if a producer loads.
+        ahead = load_first(self.config, share.loads, all_blocks, q_phase)
 
         if const_expr(not self.gathers_queries):
             # TMA has written this warpgroup's rows of Q.
@@ -371,23 +366,23 @@ class Forward:
         products.load_queries()
         for i in cutlass.range(all_blocks.end - blocks.end, unroll=1):
             k_state, v_state = self.pass_over(share, (k_state, v_state))
-            ahead = self.load_ahead(all_blocks.end - 1 - i, begin, share, ahead)
+            ahead = load_ahead(self.config, share.loads, all_blocks.end - 1 - i, begin, ahead)
         k_state = self.first_scores(blocks, share, products, softmax, k_state)
-        ahead = self.load_ahead(last, begin, share, ahead)
+        ahead = load_ahead(self.config, share.loads, last, begin, ahead)
         # From the last key block but one to the first: masked blocks, those that every query sees whole, and with a
         # window masked ones again.
         full_end = cutlass.min(blocks.full_end, last)
         full_begin = cutlass.min(blocks.full_begin, full_end)
         for i in cutlass.range(last - full_end, unroll=1):
             k_state, v_state = block(last - 1 - i, True, share, products, softmax, (k_state, v_state))
-            ahead = self.load_ahead(last - 1 - i, begin, share, ahead)
+            ahead = load_ahead(self.config, share.loads, last - 1 - i, begin, ahead)
         for i in cutlass.range(full_end - full_begin, unroll=1):
             k_state, v_state = block(full_end - 1 - i, False, share, products, softmax, (k_state, v_state))
-            ahead = self.load_ahead(full_end - 1 - i, begin, share, ahead)
+            ahead = load_ahead(self.config, share.loads, full_end - 1 - i, begin, ahead)
         if const_expr(self.window):
             for i in cutlass.range(full_begin - blocks.begin, unroll=1):
                 k_state, v_state = block(full_begin - 1 - i, True, share, products, softmax, (k_state, v_state))
-                ahead = self.load_ahead(full_begin - 1 - i, begin, share, ahead)
+                ahead = load_ahead(self.config, share.loads, full_begin - 1 - i, begin, ahead)
         if const_expr(not self.gathers_queries and self.frees_queries_early):
             # No product reads Q any more: the producer may load the next tile's.
             pipes.q.consumer_release(pipes.q_state(share.warpgroup, q_phase))
@@ -395,7 +390,7 @@ class Forward:
         if const_expr(self.window):
             for i in cutlass.range(blocks.begin - begin, unroll=1):
                 k_state, v_state = self.pass_over(share, (k_state, v_state))
-                ahead = self.load_ahead(blocks.begin - 1 - i, begin, share, ahead)
+                ahead = load_ahead(self.config, share.loads, blocks.begin - 1 - i, begin, ahead)
         return k_state, v_state
 
     @cute.jit
@@ -417,7 +412,7 @@ class Forward:
     @cute.jit
     def first_scores(self, blocks: KeyBlocks, share: Share, products: Products, softmax: OnlineSoftmax, k_state):
         """S and P of the last visible block; there is no P V to run beside it yet."""
-        pipes = share.pipes
+        pipes, scales = share.pipes, self.block_scales(blocks.end - 1, share)
         # K of this block has been loaded.
         pipes.wait(pipes.k, k_state)
         share.gates.wait()
@@ -426,8 +421,8 @@ class Forward:
         # S is done: it is readable, and this stage of K may be refilled.
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
-        self.prepare_scores(blocks.end - 1, share, products, blocks.is_masked(blocks.end - 1))
-        softmax.step(products.acc_S)  # O is still zero: nothing to rescale
+        self.prepare_scores(blocks.end - 1, share, products, blocks.is_masked(blocks.end - 1), scales)
+        softmax.of_block(scales).step(products.acc_S)  # O is still zero: nothing to rescale
         products.round_scores()
         k_state.advance()
         return k_state
@@ -444,7 +439,7 @@ class Forward:
     ):
         """S of block n and O += P V of block n + 1; both are finished before the softmax begins."""
         k_state, v_state = states
-        pipes = share.pipes
+        pipes, scales = share.pipes, self.block_scales(n_block, share)
         # K of n and V of n + 1 have been loaded.
         pipes.wait(pipes.k, k_state)
         pipes.wait(pipes.v, v_state)
@@ -456,8 +451,8 @@ class Forward:
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         pipes.v.consumer_release(v_state)
-        self.prepare_scores(n_block, share, products, masked)
-        rescale, rises = softmax.step(products.acc_S)
+        self.prepare_scores(n_block, share, products, masked, scales)
+        rescale, rises = softmax.of_block(scales).step(products.acc_S)
         products.round_scores()
         if rises:
             rescale_rows(products.acc_O, rescale)
@@ -477,7 +472,7 @@ class Forward:
     ):
         """S of block n and O += P V of block n + 1; the softmax of n runs while P V is still in the tensor cores."""
         k_state, v_state = states
-        pipes = share.pipes
+        pipes, scales = share.pipes, self.block_scales(n_block, share)
         # K of n and V of n + 1 have been loaded.
         pipes.wait(pipes.k, k_state)
         pipes.wait(pipes.v, v_state)  # loaded before K of n: no wait in practice, and none while holding the gate
@@ -488,8 +483,8 @@ class Forward:
         # All but the newest product, P V, are done: S is readable and this stage of K may be refilled.
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.prepare_scores(n_block, share, products, masked)
-        rescale, rises = softmax.step(products.acc_S)
+        self.prepare_scores(n_block, share, products, masked, scales)
+        rescale, rises = softmax.of_block(scales).step(products.acc_S)
         # This branch also holds the exponentials above the wait below; without it ptxas moves the wait up to the row
         # maxima, and nothing overlaps (docs/dsl-notes.md).
         if rises:
@@ -517,16 +512,22 @@ class Forward:
         return v_state
 
     @cute.jit
-    def prepare_scores(self, n_block: Int32, share: Share, products: Products, masked):
+    def prepare_scores(self, n_block: Int32, share: Share, products: Products, masked, scales: BlockScales | None):
         """Softcap and mask: what stands between S = Q K^T and the softmax."""
         tile = share.tile
         if const_expr(self.softcap):
-            cap_scores(products.acc_S, share.work.scale_tanh)
+            scale = share.work.scale_tanh
+            cap_scores(products.acc_S, scale if const_expr(scales is None) else scale * scales.before_cap)
         if masked:
             origin = (share.first_row, n_block * self.config.tile_n)
             seqlens = (tile.seqlen_q, tile.seqlen_k)
             group = share.work.group if const_expr(self.config.pack_gqa) else None
             mask_scores(products.acc_S, products.tScS, origin, seqlens, share.work.bounds, group)
+
+    def descales_of(self, descales, work: Work, tile: Tile, first_row: Int32) -> None:
+        """16-bit tensors have none; neither have their blocks (forward_fp8.py)."""
+
+    def block_scales(self, n_block: Int32, share: Share) -> None: ...
 
     @cute.jit
     def gather_queries(self, share: Share, mQ: cute.Tensor, sQ: cute.Tensor):

@@ -25,6 +25,7 @@ from fa3.config import Config
 from fa3.products import ROWS
 from fa3.scheduler import NUM_PLACES, Tile, Work
 from fa3.sync import Pipes
+from fa_common.tiles import KeyBlocks
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Shared:
     sQ: cute.Tensor  # (64, width, warpgroups)
     sK: cute.Tensor  # (tile_n, width, stages)
     sV: cute.Tensor  # (width, tile_n, stages): V^T, as P V wants its B operand
+    sV_rows: cute.Tensor | None  # (tile_n, width, stages): the same memory as TMA fills it, if V^T is made from it
     sP: cute.Tensor | None  # (64, tile_n, warpgroups), unless p_in_registers
     sO: cute.Tensor  # (64, width, warpgroups): sQ's memory, once Q is done with, unless epilogue_overlap
 
@@ -41,17 +43,22 @@ class Shared:
     def of(storage, layouts: tuple, owns_O: bool) -> "Shared":
         layout_Q, layout_K, layout_V, layout_P, layout_O = layouts
         memory_O = storage.sO.data_ptr() if owns_O else storage.sQ.data_ptr()
+        sV, sV_rows = storage.sV.get_tensor(layout_V.outer, swizzle=layout_V.inner), None
+        if sV.element_type.width == 8:
+            sV_rows = storage.sV.get_tensor(layout_K.outer, swizzle=layout_K.inner)
         return Shared(
             sQ=storage.sQ.get_tensor(layout_Q.outer, swizzle=layout_Q.inner),
             sK=storage.sK.get_tensor(layout_K.outer, swizzle=layout_K.inner),
-            sV=storage.sV.get_tensor(layout_V.outer, swizzle=layout_V.inner),
+            sV=sV,
+            sV_rows=sV_rows,
             sP=None if layout_P is None else storage.sP.get_tensor(layout_P.outer, swizzle=layout_P.inner),
             sO=cute.make_tensor(cute.recast_ptr(memory_O, layout_O.inner), layout_O.outer),
         )
 
 
-def storage_type(config: Config, dtype: type, layouts: tuple, owns_O: bool) -> type:
-    """A CTA's shared memory."""
+def storage_type(config: Config, dtypes: tuple, layouts: tuple, owns_O: bool) -> type:
+    """A CTA's shared memory; dtypes are those of Q, K, V and P, and of O."""
+    dtype, dtype_O = dtypes
     layout_Q, layout_K, layout_V, layout_P, layout_O = layouts
     size_of_P = 0 if layout_P is None else cute.cosize(layout_P)
     size_of_O = cute.cosize(layout_O) if owns_O else 0
@@ -61,6 +68,7 @@ def storage_type(config: Config, dtype: type, layouts: tuple, owns_O: bool) -> t
         q_barriers: cute.struct.MemRange[Int64, 2 * config.num_consumer_warpgroups]
         k_barriers: cute.struct.MemRange[Int64, 2 * config.stages]
         v_barriers: cute.struct.MemRange[Int64, 2 * config.stages]
+        transposed_barriers: cute.struct.MemRange[Int64, 2 * config.stages if dtype.width == 8 else 0]
         ring_barriers: cute.struct.MemRange[Int64, 2 * NUM_PLACES]
         ring: cute.struct.MemRange[Int32, NUM_PLACES]
         # 128-byte swizzle atoms repeat every 1024 bytes.
@@ -68,7 +76,7 @@ def storage_type(config: Config, dtype: type, layouts: tuple, owns_O: bool) -> t
         sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_K)], 1024]
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_V)], 1024]
         sP: cute.struct.Align[cute.struct.MemRange[dtype, size_of_P], 1024]
-        sO: cute.struct.Align[cute.struct.MemRange[dtype, size_of_O], 1024]
+        sO: cute.struct.Align[cute.struct.MemRange[dtype_O, size_of_O], 1024]
 
     return Storage
 
@@ -173,11 +181,14 @@ class TmaLoads:
     def of(work: Work, tile: Tile, atoms: tuple, tensors: tuple, shared: Shared, pipes: Pipes) -> "TmaLoads":
         config, sequences = work.facts.config, work.facts.sequences
         (mQ, mK, mV), (tma_Q, tma_K, tma_V) = tensors, atoms
-        width, tile_n = cute.size(shared.sV, mode=[0]), config.tile_n
+        width, tile_n, is_8_bit = work.facts.width, config.tile_n, work.facts.is_8_bit
         rank, cluster_size = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()), work.facts.cluster_size
         of_keys = (sequences, work.head_kv(tile), tile.batch, (tile.offset_k, tile.seqlen_k))
         gK = cute.local_tile(rows_of(mK, *of_keys), (tile_n, width), (None, 0))
-        gV = cute.local_tile(rows_of(mV, *of_keys, rows_mode=1), (width, tile_n), (0, None))
+        if const_expr(is_8_bit):
+            gV = cute.local_tile(rows_of(mV, *of_keys), (tile_n, width), (None, 0))
+        else:
+            gV = cute.local_tile(rows_of(mV, *of_keys, rows_mode=1), (width, tile_n), (0, None))
         queries = None
         if const_expr(tma_Q is not None):
             of_queries = (sequences_of_q(sequences), tile.head, tile.batch, (tile.offset_q, tile.seqlen_q))
@@ -190,7 +201,7 @@ class TmaLoads:
             atoms,
             queries,
             keys=tma_partition(tma_K, shared.sK, gK, rank, cluster_size),
-            values=tma_partition(tma_V, shared.sV, gV, rank, cluster_size),
+            values=tma_partition(tma_V, shared.sV_rows if is_8_bit else shared.sV, gV, rank, cluster_size),
             rows_q=(tile.m_block * num_warpgroups, cute.ceil_div(tile.seqlen_q, ROWS) - 1),
         )
 
@@ -275,3 +286,51 @@ class CpAsyncLoads:
         self.gather.load(mT, place_of, self.head_dim, s)
         # The full barrier counts this thread in once its copies so far have landed.
         pipe.producer_commit(state)
+
+
+# ---- Without a producer: the computing warps load (warp_specialized off)
+
+
+@cute.jit
+def load_first(config: cutlass.Constexpr, loads: TmaLoads | CpAsyncLoads | None, blocks: KeyBlocks, q_phase: Int32):
+    """Q, a block of K for each stage, and of V for each but one, which `load_ahead` fills.
+
+    Returns how far K and V are loaded.
+    """
+    k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
+    v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.stages)
+    if const_expr(not config.warp_specialized):
+        is_loading = const_expr(not config.tma) or cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+        if is_loading:
+            loads.load_q(q_phase ^ 1)
+        for i in cutlass.range_constexpr(config.stages):
+            n_block = blocks.end - 1 - i
+            if n_block >= blocks.begin:
+                if is_loading:
+                    loads.load_k(n_block, k_state)
+                k_state.advance()
+                if const_expr(i < config.stages - 1):
+                    if is_loading:
+                        loads.load_v(n_block, v_state)
+                    v_state.advance()
+    return k_state, v_state
+
+
+@cute.jit
+def load_ahead(
+    config: cutlass.Constexpr, loads: TmaLoads | CpAsyncLoads | None, n_block: Int32, begin: Int32, states: tuple
+):
+    """K of block n and V of block n + 1 are done with, and make room for those `stages` on."""
+    k_state, v_state = states
+    if const_expr(not config.warp_specialized):
+        is_loading = const_expr(not config.tma) or cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+        k_block, v_block = n_block - config.stages, n_block + 1 - config.stages
+        if k_block >= begin:
+            if is_loading:
+                loads.load_k(k_block, k_state)
+            k_state.advance()
+        if v_block >= begin:
+            if is_loading:
+                loads.load_v(v_block, v_state)
+            v_state.advance()
+    return k_state, v_state

@@ -7,10 +7,11 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa3.config import Config
+from fa3.e4m3 import load_bytes, round_to_e4m3
 from fa3.sync import THREADS_PER_WARPGROUP, NamedBarrier
 from fa_common.tiles import as_operand_a, round_to_operand_a
 
-STEP = 16  # columns of A, and rows of B, that one WGMMA multiplies
+STEP_BITS = 256  # of a row of A, and of a column of B, that one WGMMA multiplies: 16 columns, or 32 of 8 bits
 ROWS = 64  # of one WGMMA: the queries of one consumer warpgroup
 
 
@@ -27,7 +28,7 @@ class Products:
     tSrK: cute.Tensor  # (MMA, MMA_N, MMA_K, stages) descriptors
     tOrV: cute.Tensor  # (MMA, MMA_N, MMA_K, stages) descriptors
     acc_S: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32
-    rP: cute.Tensor  # (MMA, MMA_M, MMA_K) 16-bit, the same thread's share of acc_S
+    rP: cute.Tensor  # (MMA, MMA_M, MMA_K) of the operands' type, the same thread's share of acc_S
     sP: cute.Tensor | None  # (64, tile_n) of shared memory, unless P stays in registers
     tOsP: cute.Tensor | None  # (MMA, MMA_M, MMA_K) descriptors of sP
     acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32
@@ -47,13 +48,16 @@ class Products:
         acc_O.fill(0.0)
         rQ = None
         if config.q_register_steps:
-            if STEP * config.q_register_steps > width:
+            step = STEP_BITS // sQ.element_type.width
+            if step * config.q_register_steps > width:
                 raise ValueError(
-                    f"q_register_steps must be at most {width // STEP}, all of Q's {width} columns; "
+                    f"q_register_steps must be at most {width // step}, all of Q's {width} columns; "
                     f"got {config.q_register_steps}"
                 )
-            shape = mma_rqk.partition_shape_A((ROWS, STEP * config.q_register_steps))
+            shape = mma_rqk.partition_shape_A((ROWS, step * config.q_register_steps))
             rQ = cute.make_rmem_tensor(shape, sQ.element_type)
+        is_16_bit = sK.element_type.width == 16
+        layout_P = as_operand_a(acc_S.layout) if is_16_bit else mma_pv.partition_shape_A((ROWS, tile_n))
         return Products(
             mma_qk=mma_qk,
             mma_rqk=mma_rqk,
@@ -64,7 +68,7 @@ class Products:
             tSrK=mma_qk.make_fragment_B(thread_qk.partition_B(sK)),
             tOrV=mma_pv.make_fragment_B(thread_pv.partition_B(sV)),
             acc_S=acc_S,
-            rP=cute.make_rmem_tensor(as_operand_a(acc_S.layout), sK.element_type),
+            rP=cute.make_rmem_tensor(layout_P, sK.element_type),
             sP=sP,
             tOsP=None if sP is None else mma_pv.make_fragment_A(thread_pv.partition_A(sP)),
             acc_O=acc_O,
@@ -77,10 +81,13 @@ class Products:
         """Q's first columns from shared memory to registers, if S takes them from there."""
         if self.rQ is None:
             return
+        thread, num_steps = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP, cute.size(self.rQ, mode=[2])
+        if self.rQ.element_type.width == 8:
+            load_bytes(self.sQ, self.rQ, num_steps, thread)
+            return
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.rQ.element_type)
-        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         copy = cute.make_tiled_copy_A(ldmatrix, self.mma_rqk).get_slice(thread)
-        columns = cute.local_tile(self.sQ, (ROWS, STEP * cute.size(self.rQ, mode=[2])), (0, 0))
+        columns = cute.local_tile(self.sQ, (ROWS, STEP_BITS // 16 * num_steps), (0, 0))
         cute.copy(ldmatrix, copy.partition_S(columns), copy.retile(self.rQ))
 
     def issue_scores(self, stage: Int32) -> None:
@@ -111,8 +118,11 @@ class Products:
         warpgroup.commit_group()
 
     def round_scores(self) -> None:
-        """P, 16-bit, from what the softmax left in acc_S: in registers, or through them to shared memory."""
-        round_to_operand_a(self.acc_S, self.rP)
+        """P, as an operand, from what the softmax left in acc_S: in registers, or through them to shared memory."""
+        if self.rP.element_type.width == 8:
+            round_to_e4m3(self.acc_S, self.rP)
+        else:
+            round_to_operand_a(self.acc_S, self.rP)
         if self.sP is None:
             return
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.rP.element_type)

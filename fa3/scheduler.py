@@ -45,6 +45,7 @@ class Facts:
     softcap: bool
     sequences: str  # "dense", "packed" (cu_seqlens) or "cached" (lengths of K and V alone)
     splits: bool
+    is_8_bit: bool = False  # Q, K and V
 
     @property
     def cluster_size(self) -> int:

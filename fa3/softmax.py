@@ -10,7 +10,7 @@ unchanged
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -21,6 +21,7 @@ from fa_common.tiles import as_rows_and_columns, quad_max, quad_sum, row_sum_of
 
 NO_KEY = -1e30  # shift of a row that has seen no key: below any score, and finite, since -inf minus -inf is NaN
 RISE = 8.0  # log2 of how far P may outgrow 1; 256 is far from overflow in fp16, and sums of P are fp32
+HEIGHT_8_BIT = 4.0  # log2 of a row's largest P when its shift is set, in e4m3: up to RISE, the middle of its range
 # Of 2^f on -0.5 <= f <= 0.5, lowest power first: of all of this degree the least largest relative error, 2.6e-6.
 EXP2_COEFFICIENTS = (
     0.9999992614437784,
@@ -35,6 +36,16 @@ EXP2_LOWEST = -126.0  # its exponent is the least of a normal fp32
 
 
 @dataclass(frozen=True)
+class BlockScales:
+    """What a block's 8-bit scores and values stand for."""
+
+    before_cap: Float32 | None  # times this, if a softcap follows
+    scores: Float32  # times this in the exponential; 1 with a softcap
+    bias: Float32  # log2 of V's scale: a P so much larger weighs V's numbers as they are
+    weight: Float32  # 1 / V's scale: what such a P counts in the row sum
+
+
+@dataclass(frozen=True)
 class OnlineSoftmax:
     """The running statistics of this thread's rows, (rows,) fp32 each."""
 
@@ -43,6 +54,9 @@ class OnlineSoftmax:
     scale_log2: Float32  # softmax_scale * log2(e)
     lazy: bool  # else every block takes the new maximum and rescales
     polynomial: bool  # a quarter of the exponentials on the FMA pipe
+    height: float = 0.0  # log2 of a row's largest P when its shift is set
+    bias: Float32 | None = None  # of 8-bit tensors: added to this block's scores, in base 2
+    weight: Float32 | None = None  # and what P then counts in the row sum
 
     @staticmethod
     def start(num_rows: int, scale_log2: Float32, config: Config) -> "OnlineSoftmax":
@@ -50,6 +64,14 @@ class OnlineSoftmax:
         shift.fill(NO_KEY)
         row_sum.fill(0.0)
         return OnlineSoftmax(shift, row_sum, scale_log2, config.lazy_rescale, config.polynomial_exp)
+
+    def of_block(self, scales: "BlockScales | None") -> "OnlineSoftmax":
+        """The same rows, for a block of keys whose K and V are 8-bit numbers times these scales."""
+        if scales is None:
+            return self
+        height = HEIGHT_8_BIT if self.lazy else RISE
+        scale_log2 = self.scale_log2 * scales.scores
+        return replace(self, scale_log2=scale_log2, height=height, bias=scales.bias, weight=scales.weight)
 
     @cute.jit
     def step(self, acc_S: cute.Tensor) -> tuple[cute.Tensor, Boolean]:
@@ -65,23 +87,33 @@ class OnlineSoftmax:
         rescale.fill(1.0)
         if rises:
             for r in cutlass.range_constexpr(num_rows):
-                shift = cute.arch.fmax(self.shift[r], quad_max(thread_max[r]) * self.scale_log2)
+                shift = cute.arch.fmax(self.shift[r], self.shift_for(quad_max(thread_max[r])))
                 rescale[r] = cute.math.exp2(self.shift[r] - shift, fastmath=True)
                 self.row_sum[r] = self.row_sum[r] * rescale[r]
                 self.shift[r] = shift
         for r in cutlass.range_constexpr(num_rows):
             self.exponentiate(S, r)
-            self.row_sum[r] = self.row_sum[r] + row_sum_of(S, r)
+            row_sum = row_sum_of(S, r)
+            self.row_sum[r] = self.row_sum[r] + (row_sum if const_expr(self.weight is None) else row_sum * self.weight)
         return rescale, rises
+
+    def shift_for(self, score: Float32) -> Float32:
+        """The shift under which the P of this score is 2^height."""
+        shift = score * self.scale_log2
+        return shift if self.bias is None else shift + (self.bias - self.height)
+
+    def shift_here(self, r: int) -> Float32:
+        """What scale_log2 * S is lowered by in this block."""
+        return self.shift[r] if self.bias is None else self.shift[r] - self.bias
 
     @cute.jit
     def exponentiate(self, S: cute.Tensor, r: cutlass.Constexpr):
         """S = 2^(scale_log2 * S - shift) in row r, every fourth column on the FMA pipe if `polynomial`."""
         if const_expr(not self.polynomial):
-            S[r, None].store(cute.math.exp2(S[r, None].load() * self.scale_log2 - self.shift[r], fastmath=True))
+            S[r, None].store(cute.math.exp2(S[r, None].load() * self.scale_log2 - self.shift_here(r), fastmath=True))
         else:
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                x = S[r, c] * self.scale_log2 - self.shift[r]
+                x = S[r, c] * self.scale_log2 - self.shift_here(r)
                 S[r, c] = polynomial_exp2(x) if const_expr(c % 4 == 3) else cute.math.exp2(x, fastmath=True)
 
     def any_row_rises(self, thread_max: list) -> Boolean:
@@ -93,7 +125,7 @@ class OnlineSoftmax:
             return self.scale_log2 > 0.0  # always, but the compiler must not know: see Forward.block_overlapped
         rises = Boolean(False)
         for r, score in enumerate(thread_max):
-            rises = rises | (score * self.scale_log2 > self.shift[r] + RISE)
+            rises = rises | (score * self.scale_log2 > self.shift_here(r) + RISE)
         return cute.arch.vote_any_sync(rises)
 
     @cute.jit

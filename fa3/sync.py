@@ -13,6 +13,7 @@ from fa3.scheduler import TileRing
 
 THREADS_PER_WARPGROUP = 128
 WARPS_PER_WARPGROUP = 4
+WARP = 32  # threads
 PRODUCER_WARP = 0  # of warpgroup 0; the other three warps of the producer warpgroup only give up registers
 
 
@@ -23,32 +24,70 @@ class NamedBarrier(IntEnum):
         arrives when it has issued its own. 256 threads: the waiting and the arriving warpgroup.
     ROWS + w: the four warps of consumer warpgroup w have written, or have done with, their 64 rows of Q, P or O in
         shared memory. 128 threads.
+    VALUES: the four producer warps have read a panel of V, which they are about to overwrite with V^T. 128 threads.
     """
 
     GATE = 1
     ROWS = 5
+    VALUES = 9
 
 
 # (producer, consumer) registers a thread after setmaxnreg, by the number of consumer warpgroups: multiples of 8, at
-# most 256, the consumers as many as the producer's few leave. A busy producer copies by cp.async, and keeps
-# an address for each copy.
+# most 256, the consumers as many as the producer's few leave. A copying producer uses cp.async, and keeps an address
+# for each copy; a transposing one holds V between reading and writing it.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-REGISTERS_BUSY = {1: (56, 256), 2: (56, 224), 3: (56, 152), 4: (64, 104)}
+REGISTERS_COPYING = {1: (56, 256), 2: (56, 224), 3: (56, 152), 4: (64, 104)}
+REGISTERS_TRANSPOSING = {1: (72, 256), 2: (72, 216), 3: (56, 152), 4: (64, 104)}
 REGISTER_FILE = 65536
 
 
-def register_budget(num_consumers: int, is_busy: bool) -> tuple[int, int]:
-    """(producer, consumer) registers a thread, by the consumer warpgroups and whether the producer is busy.
+def register_budget(num_consumers: int, registers: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """(producer, consumer) registers a thread, by the consumer warpgroups, from one of the tables above.
 
     setmaxnreg moves registers within what the CTA was given at launch, the same for every thread, a multiple of 8;
     asked for more it waits for ever.
     """
-    producer, consumer = (REGISTERS_BUSY if is_busy else REGISTERS)[num_consumers]
+    producer, consumer = registers[num_consumers]
     num_threads = THREADS_PER_WARPGROUP * (1 + num_consumers)
     at_launch = REGISTER_FILE // num_threads // 8 * 8 * num_threads
     in_use = THREADS_PER_WARPGROUP * (producer + num_consumers * consumer)
     assert in_use <= at_launch, f"setmaxnreg would wait for ever: {in_use} registers asked, {at_launch} at launch"
     return producer, consumer
+
+
+@dataclass(frozen=True)
+class TransposedPipe:
+    """V's barriers where the producer's warps turn each block around once TMA has brought it.
+
+    landed: full when the bytes of TMA have come; empty when every consumer warp has read V^T.
+    transposed: full when the four warps of the producer warpgroup have written V^T.
+    """
+
+    landed: pipeline.PipelineTmaAsync
+    transposed: pipeline.PipelineAsync
+
+    @staticmethod
+    def of(landed: pipeline.PipelineTmaAsync, barriers, num_stages: int) -> "TransposedPipe":
+        transposed = pipeline.PipelineAsync.create(
+            barrier_storage=barriers.data_ptr(),
+            num_stages=num_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP),
+            defer_sync=True,
+        )
+        return TransposedPipe(landed, transposed)
+
+    def producer_acquire(self, state: pipeline.PipelineState) -> None:
+        self.landed.producer_acquire(state)
+
+    def producer_get_barrier(self, state: pipeline.PipelineState) -> cute.Pointer:
+        return self.landed.producer_get_barrier(state)
+
+    def consumer_wait(self, state: pipeline.PipelineState) -> None:
+        self.transposed.consumer_wait(state)
+
+    def consumer_release(self, state: pipeline.PipelineState) -> None:
+        self.landed.consumer_release(state)
 
 
 @dataclass(frozen=True)
@@ -62,7 +101,7 @@ class Pipes:
 
     q: pipeline.PipelineAsync  # one stage for each warpgroup's 64 rows
     k: pipeline.PipelineAsync
-    v: pipeline.PipelineAsync
+    v: "pipeline.PipelineAsync | TransposedPipe"
     ring: TileRing  # tile numbers, with the dynamic schedule
     tma: bool
 
@@ -99,11 +138,16 @@ class Pipes:
 
         layout_Q, layout_K, layout_V = layouts
         of_blocks = of_tma if config.tma else of_cp_async
+        pipe_v = of_blocks(storage.v_barriers, layout_V, config.stages, num_threads, cluster_size)
+        num_listeners = num_threads
+        if dtype.width == 8:
+            pipe_v = TransposedPipe.of(pipe_v, storage.transposed_barriers, config.stages)
+            num_listeners += THREADS_PER_WARPGROUP - WARP
         pipes = Pipes(
             q=of_tma(storage.q_barriers, layout_Q, num_consumers, THREADS_PER_WARPGROUP, 1),
             k=of_blocks(storage.k_barriers, layout_K, config.stages, num_threads, cluster_size),
-            v=of_blocks(storage.v_barriers, layout_V, config.stages, num_threads, cluster_size),
-            ring=TileRing.of(storage, num_threads),
+            v=pipe_v,
+            ring=TileRing.of(storage, num_listeners),
             tma=config.tma,
         )
         # Every barrier is initialised, in all CTAs of the cluster, before anyone waits or copies.

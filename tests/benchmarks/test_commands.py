@@ -34,7 +34,24 @@ def test_compare_without_a_gpu_shows_algorithms_and_kernels(kernels):
     lines = [line.split() for line in result.output.splitlines()]
     algorithms = [line for line in lines if line[:3] == ["bfloat16", "64", "causal"] and "e-03" in line[4]]
     assert [line[3] for line in algorithms] == ["fa1", "fa2", "fa3"]
-    assert ["bfloat16", "64", "causal", "fa3", "168", "164", "0", "0", "16", "0", "5", "0", "0", "70", "291"] in lines
+    assert [
+        "bfloat16",
+        "64",
+        "causal",
+        "fa3",
+        "168",
+        "164",
+        "0",
+        "0",
+        "16",
+        "0",
+        "0",
+        "5",
+        "0",
+        "0",
+        "70",
+        "291",
+    ] in lines
 
 
 def test_compare_without_a_gpu_says_what_is_wrong_with_a_kernel(kernels):
@@ -95,5 +112,16 @@ def test_gpu_tests_need_a_gpu(tmp_path):
 
 def test_without_a_command_the_commands_are_listed():
     result = run()
-    for command in ("compare", "ablate", "tiles", "shapes", "sustained", "decode", "doctor", "gpu-tests", "report"):
+    for command in (
+        "compare",
+        "ablate",
+        "tiles",
+        "shapes",
+        "sustained",
+        "decode",
+        "quantize",
+        "doctor",
+        "gpu-tests",
+        "report",
+    ):
         assert command in result.output

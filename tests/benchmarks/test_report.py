@@ -48,7 +48,7 @@ def test_without_rows_a_place_says_how_to_get_some(document):
     assert text.startswith("before\n\n<!-- generated: ")
     assert text.endswith("<!-- end -->\n\nafter\n")
     assert "old text" not in text
-    for command in ("compare", "ablate", "shapes", "sustained", "decode", "doctor", "gpu-tests"):
+    for command in ("compare", "ablate", "shapes", "sustained", "decode", "quantize", "doctor", "gpu-tests"):
         assert f"`python -m benchmarks {command}`" in text
     assert not list(document.parent.glob("*.svg"))
 

@@ -193,6 +193,13 @@ def test_an_unknown_version_lists_the_choices(version):
         pass
 
 
+@pytest.mark.parametrize("version", ["auto", "fa1", "fa3"])
+def test_8_bit_tensors_are_sent_to_fa3_with_their_scales(version):
+    q, k, v = (torch.zeros(1, 4, 2, 64).to(torch.float8_e4m3fn) for _ in range(3))
+    with pytest.raises(fa.UnsupportedProblem, match=r"call fa3\.flash_attn_func with descale_q, descale_k, descale_v"):
+        fa.flash_attn_func(q, k, v, version=version)
+
+
 def test_a_refusal_says_which_generations_have_it(capable):
     softcap = replace(PROBLEM, softcap=2.0)
     lacking = {"fa1": {"softcap": False}, "fa2": {"softcap": False}}

@@ -1,0 +1,131 @@
+"""What 8-bit floats change on chip: P rounded into an operand, and V turned around.
+
+WGMMA takes 8-bit operands only with the product's depth contiguous. Of Q, K and P it is; V lies row by row, and P V
+wants its columns. The producer's warps transpose each block in shared memory, in place, once TMA has brought it.
+
+ldmatrix.trans moves 16-bit pieces: of V two neighbouring columns of one key. Byte permutes part them, and a lane holds,
+for two columns, four keys each, which stmatrix writes as four bytes of a row of V^T:
+
+    slot   4q  4q+1  4q+2  4q+3      of each 16 keys, for q = 0 to 3
+    key    2q  2q+1  2q+8  2q+9
+
+The keys of 16 thus change places. An accumulator has its columns in just that order where the A operand of an 8-bit
+product has its depth: lane q of a quad holds columns 2q, 2q+1, 2q+8 and 2q+9 of S, and slots 4q to 4q+3 of P. So P goes
+from one to the other without a shuffle.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint16, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warp
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from fa_common.tiles import shared_pointer
+
+LANES, WARPS = 32, 4  # of a warpgroup
+CHUNK = 16  # bytes that a lane of ldmatrix points to
+LOW_BYTES, HIGH_BYTES = 0x6420, 0x7531  # of two registers, as prmt counts them: every other byte
+WHOLE_ATOM = 128  # bytes of a swizzled row, at most
+
+
+@dsl_user_op
+def rounded_quad(a: Float32, b: Float32, c: Float32, d: Float32, *, loc=None, ip=None) -> Uint32:
+    """Four fp32 values rounded to e4m3, to nearest even and saturating, packed into one register, `a` lowest.
+
+    Inline assembly for the same reason as `fa_common.tiles.rounded_pair`.
+    """
+    packed = llvm.inline_asm(
+        T.i32(),
+        [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)],
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Uint32(packed)
+
+
+def round_to_e4m3(acc: cute.Tensor, rP: cute.Tensor) -> None:
+    """Rounds an accumulator ((2, 2, N/8), 1, 1) into rP, an 8-bit A operand ((4, 2, 2), 1, N/32)."""
+    words = cute.recast_tensor(cute.make_tensor(rP.iterator, cute.make_layout(cute.size(rP))), Uint32)
+    for pair_of_eights in range(cute.size(words) // 2):
+        for row in range(2):
+            first = 8 * pair_of_eights + 2 * row  # two columns of one group of eight, then the two of the next
+            quad = (acc[first + i] for i in (0, 1, 4, 5))
+            words[2 * pair_of_eights + row] = rounded_quad(*quad)
+
+
+def atom_bytes(row_bytes: int) -> int:
+    """How much of a row lies together in shared memory, swizzled: the widest of 128, 64, 32 bytes that divides it."""
+    return next(size for size in (WHOLE_ATOM, 64, 32) if row_bytes % size == 0)
+
+
+def chunk_address(base: Int32, row: Int32, chunk: Int32, row_bytes: int) -> Int32:
+    """Where a 16-byte chunk lies in rows of 128, 64 or 32 bytes, one after the other from `base`, a multiple of 1024.
+
+    Chunk c of row r stands at place c XOR (r / rows per 128 bytes): of the same row another chunk is one XOR away, and
+    rows a multiple of 8 further are an addition.
+    """
+    place = chunk ^ (row * row_bytes // WHOLE_ATOM % (row_bytes // CHUNK))
+    return base + row * row_bytes + place * CHUNK
+
+
+def chunk_at(address: Int32) -> cute.Tensor:
+    """16 bytes of shared memory, as ldmatrix and stmatrix take them: 8 pairs."""
+    return cute.make_tensor(shared_pointer(Uint16, address, align=CHUNK), cute.make_layout((CHUNK // 2,)))
+
+
+def load_bytes(s: cute.Tensor, r: cute.Tensor, num_steps: int, thread: Int32) -> None:
+    """The first 32 * num_steps columns of a warpgroup's 64 rows, as an 8-bit A operand ((4, 2, 2), 1, steps).
+
+    Four bytes of a row are to ldmatrix two 16-bit numbers, and each lane gets those that it has in the operand.
+    """
+    load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), Uint16)
+    steps = cute.recast_tensor(cute.make_tensor(r.iterator, cute.make_layout((CHUNK, num_steps))), Uint16)
+    columns, rows = atom_bytes(cute.size(s, mode=[1])), cute.size(s, mode=[0])
+    # Lanes 0 to 15 point to the 16 rows of their warp, at a step's first 16 bytes, and the others at its last 16.
+    row, half = thread // LANES * 16 + thread % 16, thread % LANES // 16
+    address = chunk_address(s.iterator.toint(), row, half, columns)
+    for step in range(num_steps):
+        panel, first = divmod(2 * CHUNK * step, columns)
+        cute.copy(load, chunk_at((address ^ first) + panel * columns * rows), steps[None, step])
+
+
+@cute.jit
+def transpose_values(base: Int32, tile_n: cutlass.Constexpr, width: cutlass.Constexpr, thread: Int32, sync):
+    """V (tile_n, width) becomes V^T (width, tile_n) in the same shared memory, keys reordered as above.
+
+    For the 128 threads of a warpgroup; `sync` is their barrier. Both lie in rows of up to 128 bytes. With one row of
+    V^T in one such piece (tile_n 32, 64 or 128) each panel of V, all rows of up to 128 columns, and its own rows of
+    V^T are the same bytes, so that a panel at a time is enough to hold in registers: 32 of them at 128 x 128.
+    """
+    assert atom_bytes(tile_n) == tile_n, "a row of V^T would lie in several pieces, and panels would overlap"
+    lane, warp_index = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
+    load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), Uint16)
+    store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), Uint16)
+    # A warp has 32 keys and, with fewer than 128 of them, a part of the columns, 16 at a time.
+    columns, key_groups = atom_bytes(width), tile_n // LANES
+    num_pieces = columns // CHUNK * key_groups // WARPS
+    keys, first_piece = warp_index % key_groups, warp_index // key_groups * num_pieces
+    # To ldmatrix lane l points to key l of 32; to stmatrix, to a row of V^T and to 16 of the keys.
+    matrix = lane // 8
+    source = chunk_address(base, keys * LANES + lane, first_piece, columns)
+    row = first_piece * CHUNK + 2 * (lane % 8) + matrix % 2
+    target = chunk_address(base, row, keys * 2 + matrix // 2, tile_n)
+    for panel in cutlass.range_constexpr(width // columns):
+        panel_bytes = panel * columns * tile_n
+        pieces = [cute.make_rmem_tensor((CHUNK // 2,), Uint16) for _ in range(num_pieces)]
+        for i in cutlass.range_constexpr(num_pieces):
+            cute.copy(load, chunk_at((source ^ (i * CHUNK)) + panel_bytes), pieces[i])
+        # Every warp has read its pieces of this panel: they may be overwritten.
+        sync()
+        for i in cutlass.range_constexpr(num_pieces):
+            words = cute.recast_tensor(pieces[i], Uint32)
+            for half in cutlass.range_constexpr(2):
+                low, high = words[2 * half], words[2 * half + 1]
+                words[2 * half] = cute.arch.prmt(low, high, LOW_BYTES)
+                words[2 * half + 1] = cute.arch.prmt(low, high, HIGH_BYTES)
+            cute.copy(store, pieces[i], chunk_at(target + (i * CHUNK * tile_n + panel_bytes)))

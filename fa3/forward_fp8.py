@@ -1,0 +1,232 @@
+"""FA3 forward on 8-bit floats (FA3 3.3): Q, K and V are e4m3 numbers times scales.
+
+changed since forward.py
+  - WGMMA multiplies e4m3, twice as many numbers an instruction; sums are fp32, O is 16-bit.
+  - The producer is a whole warpgroup: one warp starts TMA's copies, and all four turn V around (e4m3.py).
+  - Scores are multiplied by the scales of Q and K. V's scale is a bias of the scores: a P so much larger weighs V's
+    numbers as they are, so that O adds up across blocks of different scales at no cost (softmax.py).
+  - A row's largest P is raised to 2^4, and may grow to 2^8, the upper end of e4m3.
+unchanged
+  - The schedule: the loop, the barriers, ping-pong, overlap, the schedulers.
+
+Time to the right, four stages (S = Q K of a block, P = softmax of it, O = P V of it, T = V of it turned around):
+
+    producer warp 0 | Q K3 V3 K2 V2 K1 | T3 K0 V1 | T2 V0 | T1 | T0
+    warps 1 to 3    |                  | T3       | T2    | T1 | T0
+    tensor          |           S3 S3' |    S2 O3 S2' O3' | S1 O2 S1' O2' | S0 O1 S0' O1' | O0 O0'
+"""
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from fa3.config import KV_BLOCK, Q_BLOCK
+from fa3.e4m3 import transpose_values
+from fa3.forward import Forward, Share
+from fa3.loads import Shared, TmaLoads
+from fa3.scheduler import NO_TILE, NUM_PLACES, Tile, Work
+from fa3.softmax import BlockScales
+from fa3.sync import PRODUCER_WARP, REGISTERS_TRANSPOSING, THREADS_PER_WARPGROUP, NamedBarrier, Pipes
+from fa_common.compile import KernelKey
+from fa_common.tiles import DTYPES, KeyBlocks, fake_lengths, fake_rows, fake_sequences
+
+
+@dataclass(frozen=True)
+class Descales:
+    """The scales of one tile: of its rows of Q, and of every block of K and V of its head.
+
+    A block's are loaded one block ahead. Loaded where they are used, ptxas multiplies them between the WGMMAs of S, and
+    the tensor cores wait for a load from L2 in every block.
+    """
+
+    q: Float32
+    k: cute.Tensor  # (blocks,) fp32, in global memory
+    v: cute.Tensor
+    ahead: cute.Tensor  # (2,) fp32: those of K and V of the next block
+    tile_n: int
+
+    def load(self, n_block: Int32) -> None:
+        block = n_block * self.tile_n // KV_BLOCK
+        self.ahead[0], self.ahead[1] = self.k[block], self.v[block]
+
+    def next(self, n_block: Int32) -> tuple[Float32, Float32]:
+        """What a block's Q K^T is multiplied by, and the scale of its V. Blocks come from the last to the first."""
+        scores, v = self.q * self.ahead[0], self.ahead[1]
+        self.load(cutlass.max(n_block - 1, 0))
+        return scores, v
+
+
+class ForwardFp8(Forward):
+    """The kernel for one KernelKey, whose dtype names O's type too: "float8_e4m3fn-bfloat16"."""
+
+    def __init__(self, key: KernelKey):
+        super().__init__(key)
+        self.facts = replace(self.facts, is_8_bit=True)
+        self.has_busy_producer, self.registers = True, REGISTERS_TRANSPOSING
+        # To load a block of V takes the stage of one that many stages before it, and its P V comes an iteration after
+        # its S. With two stages of distance no warp waits for the slowest warpgroup before it turns the next block.
+        self.blocks_ahead = max(1, key.config.stages - 2)
+
+    def dtypes(self, key: KernelKey) -> tuple[type, type]:
+        return Float8E4M3FN, DTYPES[key.dtype.partition("-")[2]]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        descale_q: cute.Tensor,
+        descale_k: cute.Tensor,
+        descale_v: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        counter: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_sms: Int32,
+        stream,
+    ):
+        """As Forward's; the descales are (batch, heads, blocks) fp32, of any strides."""
+        sequences = (cu_seqlens_q, cu_seqlens_k, counter)
+        numbers = (softmax_scale, softcap, window_left, window_right, Int32(1))
+        descales = (descale_q, descale_k, descale_v)
+        self.launch((mQ, mK, mV, mO, mLSE), sequences, numbers, num_sms, stream, descales)
+
+    @cute.jit
+    def load(self, work: Work, tma: tuple, tensors: tuple, shared: Shared, pipes: Pipes):
+        """The producer warpgroup: one warp loads, ahead of what all four then turn around."""
+        scheduler = work.scheduler
+        is_loading = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == PRODUCER_WARP
+        q_phase = Int32(1)  # as in Forward.load
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        landed_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
+        told_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_PLACES)
+        heard_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_PLACES)
+        number = scheduler.first()
+        while number != NO_TILE:
+            tile = scheduler.tile(number)
+            loads = self.loads(work, tile, tma, tensors, shared, pipes)
+            blocks = work.all_key_blocks(tile)
+            if is_loading:
+                k_state, v_state = self.load_first_blocks(loads, blocks, q_phase, k_state, v_state)
+            for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
+                self.transpose(shared, pipes, landed_state)
+                landed_state.advance()
+                if is_loading:
+                    v_block = blocks.end - 1 - i - self.blocks_ahead
+                    if v_block > blocks.begin:
+                        loads.load_k(v_block - 1, k_state)
+                        k_state.advance()
+                    if v_block >= blocks.begin:
+                        loads.load_v(v_block, v_state)
+                        v_state.advance()
+            q_phase ^= 1
+            if const_expr(self.config.scheduler == "dynamic"):
+                # The loading warp draws for all: the other three hear it as the consumers do.
+                if is_loading:
+                    number = scheduler.ask(work.counter)
+                    told_state = pipes.ring.tell(number, told_state)
+                else:
+                    number, heard_state = pipes.ring.hear(heard_state)
+            else:
+                number = scheduler.following(number)
+
+    @cute.jit
+    def load_first_blocks(self, loads: TmaLoads, blocks: KeyBlocks, q_phase: Int32, k_state, v_state):
+        """A tile's Q, as many blocks of V as are loaded ahead, and one of K more."""
+        for i in cutlass.range_constexpr(self.blocks_ahead + 1):
+            n_block = blocks.end - 1 - i
+            if n_block >= blocks.begin:
+                loads.load_k(n_block, k_state)
+                k_state.advance()
+                if const_expr(i == 0):
+                    loads.load_q(q_phase)
+                if const_expr(i < self.blocks_ahead):
+                    loads.load_v(n_block, v_state)
+                    v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def transpose(self, shared: Shared, pipes: Pipes, state):
+        """V of one stage, once TMA has brought it, becomes V^T for the consumers."""
+
+        def everyone_has_read() -> None:
+            # The four producer warps hold their pieces of the panel in registers.
+            cute.arch.barrier(barrier_id=NamedBarrier.VALUES, number_of_threads=THREADS_PER_WARPGROUP)
+
+        # The bytes of V have arrived.
+        pipes.v.landed.consumer_wait(state)
+        base = shared.sV_rows.iterator.toint() + state.index * (self.config.tile_n * self.width)
+        transpose_values(base, self.config.tile_n, self.width, cute.arch.thread_idx()[0], everyone_has_read)
+        # What each thread wrote becomes visible to WGMMA; then one lane counts its warp towards "all of V^T is there".
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            pipes.v.transposed.producer_commit(state)
+
+    def descales_of(self, descales: tuple, work: Work, tile: Tile, first_row: Int32) -> Descales:
+        """Those of a warpgroup's 64 rows, and of its head's K and V."""
+        descale_q, descale_k, descale_v = descales
+        # A warpgroup may have no row.
+        q_block = cutlass.min(first_row // Q_BLOCK, descale_q.shape[2] - 1)
+        q = descale_q[tile.batch, tile.head, q_block]
+        k, v = (t[tile.batch, work.head_kv(tile), None] for t in (descale_k, descale_v))
+        return Descales(q, k, v, cute.make_rmem_tensor(2, Float32), self.config.tile_n)
+
+    def block_scales(self, n_block: Int32, share: Share) -> BlockScales:
+        scores, v = share.descales.next(n_block)
+        before_cap, scores = (scores, Float32(1.0)) if self.softcap else (None, scores)
+        return BlockScales(before_cap, scores, cute.math.log2(v, fastmath=True), cute.arch.rcp_approx(v))
+
+
+def compile_forward_fp8(key: KernelKey, options: str = ""):
+    """Compiles the kernel of `key` for sm_90a; called as (q, k, v, out, lse, descale_q, descale_k, descale_v,
+    cu_seqlens_q, cu_seqlens_k, counter, softmax_scale, softcap, window_left, window_right, num_sms)."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
+    head_dim, packed = key.head_dim, key.sequences == "packed"
+    batch_and = () if packed else (batch,)
+    lengths_q = fake_lengths(cute.sym_int()) if packed else None
+    kernel = ForwardFp8(key)
+    return cute.compile(
+        kernel,
+        fake_bytes((*batch_and, seqlen_q, heads_q, head_dim)),
+        fake_bytes((*batch_and, seqlen_k, heads_kv, head_dim)),
+        fake_bytes((*batch_and, seqlen_k, heads_kv, head_dim)),
+        fake_sequences(kernel.dtype_O, (*batch_and, seqlen_q, heads_q, head_dim)),
+        fake_rows((*batch_and, heads_q, seqlen_q)),
+        fake_scales(),
+        fake_scales(),
+        fake_scales(),
+        lengths_q,
+        lengths_q and fake_lengths(lengths_q.shape[0]),
+        fake_lengths(1) if key.config.scheduler == "dynamic" else None,
+        Float32(1.0),
+        Float32(0.0),
+        Int32(0),
+        Int32(0),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi " + options,
+    )
+
+
+def fake_bytes(shape: tuple) -> cute.Tensor:
+    """As fa_common.tiles.fake_sequences, of e4m3: 16 bytes are 16 of them."""
+    strides = tuple(cute.sym_int64(divisibility=16) for _ in shape[1:])
+    return make_fake_tensor(Float8E4M3FN, shape, stride=(*strides, 1), assumed_align=16)
+
+
+def fake_scales() -> cute.Tensor:
+    """(batch, heads, blocks) fp32, of any strides: 0 where several share one. 32 bits: they are few."""
+    shape, strides = (tuple(cute.sym_int() for _ in range(3)) for _ in range(2))
+    return make_fake_tensor(Float32, shape, stride=strides, assumed_align=4)

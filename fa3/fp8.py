@@ -1,0 +1,379 @@
+"""FA3 in FP8 (section 3.3): Q, K and V in e4m3, each block of rows with a scale of its own, Q and K rotated.
+
+    16-bit q, k, v -> quantize -> e4m3 q, k, v and their scales -> flash_attn_func -> out, lse
+
+An e4m3 number has three bits behind its leading one, and its largest is 448. Scales bring each block of rows to where
+that is enough. The rotation, the paper's incoherent processing, spreads an outlier over its whole row, so that a block
+is not scaled for one entry alone; done to Q and K alike it changes no score.
+
+CUDA tensors run the kernels of quantize.py and forward_fp8.py, CPU tensors the functions of algorithm.py.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from fa3 import algorithm
+from fa3.config import FP8_CAPABILITIES, KV_BLOCK, Q_BLOCK, Config, default_fp8_config
+from fa_common.operators import SCHEMA, Arguments, from_operator, to_operator
+from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
+
+E4M3 = torch.float8_e4m3fn
+SCALES = ("tensor", "head", "block")
+SOURCES = (torch.float16, torch.bfloat16, torch.float32)  # what can be quantized
+OUT_DTYPES = (torch.bfloat16, torch.float16)
+
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v; None is 1
+
+
+class Quantized(NamedTuple):
+    """e4m3 tensors and the float32 scales to multiply them with: the arguments of flash_attn_func by their names."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    descale_q: Tensor
+    descale_k: Tensor
+    descale_v: Tensor
+
+
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scales: str = "block",
+    hadamard: bool = True,
+    seed: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Quantized:
+    """q, k and v in e4m3, for `flash_attn_func`, or with cu_seqlens for `flash_attn_varlen_func`. It has no gradient.
+
+    q is (batch, seqlen_q, heads_q, head_dim), k and v are (batch, seqlen_k, heads_kv, head_dim), float16, bfloat16 or
+    float32, every entry finite; packed sequences are as in flash_attn_varlen_func. head_dim is a multiple of 16.
+
+    Args:
+        scales: who shares a scale. "tensor": all, descales are (1,). "head": of each sequence a head of k and v and the
+            query heads that read it, (batch, heads_kv). "block": 64 rows of a head of q, (batch, heads_q,
+            ceil(seqlen_q / 64)), and 128 of a head of k or v, (batch, heads_kv, ceil(seqlen_k / 128)); of packed
+            sequences it is max_seqlen that counts, and blocks past a sequence's end have scale 1.
+        hadamard: whether q and k are multiplied by random signs and a Hadamard matrix, which changes no score.
+        seed: of the signs.
+
+    Raises:
+        UnsupportedProblem: a gradient is asked for, or a head_dim that fp8 has not.
+        TypeError, ValueError: an argument is wrong.
+    """
+    arguments = (scales, hadamard, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _refuse_gradient("quantize", q, k, v)
+    run = torch.ops.fa3.quantize.default if torch.compiler.is_compiling() else _quantize
+    return Quantized(*run(q, k, v, *arguments))
+
+
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    scales: str = "block",
+    hadamard: bool = True,
+    seed: int = 0,
+    config: Config | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn_func` of float16 or bfloat16 tensors computed in FP8: `quantize`, then attention. It has no gradient.
+
+    Arguments, results and errors are those of the two; out has the type of q.
+    """
+    quantized = quantize(q, k, v, scales=scales, hadamard=hadamard, seed=seed)
+    if q.dtype not in OUT_DTYPES:
+        raise ValueError(f"q, k and v must be float16 or bfloat16, as out is; got {q.dtype}; convert with .to(dtype)")
+    arguments = (softmax_scale, causal, window_size, softcap, False, config)
+    out, lse = attend(*quantized[:3], arguments, quantized[3:], q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, arguments: tuple, descales: Descales, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of e4m3 tensors; `arguments` are those of fa_common.operators.Arguments, in its order."""
+    _check_types(q, k, v)
+    _refuse_gradient("fp8 attention", q, k, v)
+    out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    if out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float16; got {out_dtype}; convert out afterwards")
+    config = Arguments(*arguments).config
+    if config is not None and type(config) is not Config:
+        raise TypeError(f"config must be a fa3.Config; got a {type(config).__name__}; leave it out for the default")
+    if torch.compiler.is_compiling():
+        return torch.ops.fa3.forward_fp8.default(q, k, v, *descales, out_dtype, *to_operator(arguments))
+    return _forward(q, k, v, arguments, descales, out_dtype)
+
+
+# ---- Runs
+
+
+def _quantize(
+    q: Tensor, k: Tensor, v: Tensor, scales: str, hadamard: bool, seed: int, *sequences: Tensor | int | None
+) -> Quantized:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    problem = Problem.from_tensors(q, k, v, **dict(zip(names, sequences, strict=True)))
+    _check_problem(problem)
+    _check_quantization(problem, scales, hadamard, seed)
+    signs = random_signs(problem.head_dim, seed, q.device) if hadamard else None
+    if problem.device != "cpu":
+        from fa3.quantize import quantize_on_gpu  # it needs the DSL, which takes seconds to import
+
+        packing = {"cu_seqlens": sequences[:2], "max_seqlens": sequences[2:]} if problem.varlen else {}
+        return Quantized(*quantize_on_gpu((q, k, v), scales=scales, signs=signs, **packing))
+    with torch.no_grad():
+        if hadamard:
+            q, k = (algorithm.rotate(x, signs) for x in (q, k))
+        lengths_q, lengths_k = zip(*problem.seqlens, strict=True) if problem.seqlens else ((), ())
+        made = (
+            _quantize_one(problem, scales, q, Q_BLOCK, lengths_q, problem.seqlen_q),
+            *(_quantize_one(problem, scales, x, KV_BLOCK, lengths_k, problem.seqlen_k) for x in (k, v)),
+        )
+    values, descales = zip(*made, strict=True)
+    return Quantized(*values, *descales)
+
+
+def _quantize_one(
+    problem: Problem, scales: str, x: Tensor, block: int, lengths: Sequence[int], max_seqlen: int
+) -> tuple[Tensor, Tensor]:
+    """One of q, k and v as `algorithm.quantize` makes it, packed sequences one after the other."""
+    if not problem.varlen:
+        return algorithm.quantize(x, scales, problem.heads_kv, block)
+    if scales == "tensor":
+        values, descale = algorithm.quantize(x[None], scales, problem.heads_kv, block)
+        return values[0], descale
+    values = torch.empty_like(x, dtype=E4M3)
+    shape = (problem.heads_kv,) if scales == "head" else (x.shape[1], -(-max_seqlen // block))
+    descale = torch.ones(problem.batch, *shape)
+    for i, rows in enumerate(_slices(lengths)):
+        values[None, rows], scale = algorithm.quantize(x[None, rows], scales, problem.heads_kv, block)
+        descale[i, ..., : scale.shape[-1]] = scale
+    return values, descale
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, arguments: tuple, descales: Descales, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    arguments = Arguments(*arguments)._asdict()
+    config = arguments.pop("config")
+    problem = Problem.from_tensors(q, k, v, **arguments)
+    _check_problem(problem)
+    config = default_fp8_config(problem) if config is None else config
+    descales = expand(problem, q.device, descales)
+    if problem.device == "cpu" or problem.is_empty:
+        return _run_algorithm(problem, config, q, k, v, descales, out_dtype)
+    from fa3.fp8_launch import forward  # as in `_quantize`
+
+    cu_seqlens_q, cu_seqlens_k = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
+    return forward(q, k, v, descales, problem, config, out_dtype, cu_seqlens_q, cu_seqlens_k)
+
+
+def _run_algorithm(
+    problem: Problem,
+    config: Config,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    descales: Sequence[Tensor],
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The run that needs no kernel: the algorithm, one sequence after the other, or a result without any score."""
+    forward = functools.partial(
+        algorithm.forward_fp8,
+        softmax_scale=problem.softmax_scale,
+        causal=problem.causal,
+        window=problem.window,
+        softcap=problem.softcap,
+        config=config,
+        out_dtype=out_dtype,
+    )
+    out = q.new_zeros(q.shape, dtype=out_dtype)
+    lse = q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32)
+    if problem.is_empty:
+        return out, lse
+    with torch.no_grad():
+        if not problem.varlen:
+            return forward(q, k, v, *descales)
+        bounds = (_slices(lengths) for lengths in zip(*problem.seqlens, strict=True))
+        for i, (queries, keys) in enumerate(zip(*bounds, strict=True)):
+            if queries.start < queries.stop and keys.start < keys.stop:
+                one = (q[None, queries], k[None, keys], v[None, keys], *(x[i : i + 1] for x in descales))
+                out[None, queries], lse[None, :, queries] = forward(*one)
+    return out, lse
+
+
+def _slices(lengths: Sequence[int]) -> Iterator[slice]:
+    """Where each of the packed sequences lies."""
+    return (slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0)))
+
+
+# ---- Scales and signs
+
+
+def expand(problem: Problem, device: torch.device, descales: Descales) -> tuple[Tensor, ...]:
+    """The scales as (batch, heads, blocks) each, with stride 0 where several share one.
+
+    Views of what was given, except for scales of the heads of k and v given for more query heads. Raises TypeError or
+    ValueError for what is no scale of this problem.
+    """
+    blocks_q, blocks_k = -(-problem.seqlen_q // Q_BLOCK), -(-problem.seqlen_k // KV_BLOCK)
+    shapes = {
+        "descale_q": (problem.batch, problem.heads_q, blocks_q),
+        "descale_k": (problem.batch, problem.heads_kv, blocks_k),
+        "descale_v": (problem.batch, problem.heads_kv, blocks_k),
+    }
+    one = torch.ones((), device=device) if any(x is None for x in descales) else None
+    return tuple(
+        _expand_one(name, one if descale is None else descale, problem, device, shape)
+        for (name, shape), descale in zip(shapes.items(), descales, strict=True)
+    )
+
+
+def _expand_one(
+    name: str, descale: Tensor, problem: Problem, device: torch.device, of_blocks: tuple[int, int, int]
+) -> Tensor:
+    if not isinstance(descale, Tensor):
+        raise TypeError(f"{name} must be a float32 tensor, or None for 1; got {type(descale).__name__}")
+    if descale.dtype != torch.float32:
+        raise ValueError(f"{name} must be float32; got {descale.dtype}; convert with .to(torch.float32)")
+    if descale.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}; got {descale.device}; move with .to(device)")
+    of_heads = (problem.batch, problem.heads_kv)
+    if descale.shape not in ((), (1,), of_heads, of_blocks):
+        raise ValueError(
+            f"{name} must be () or (1,) for one scale, {of_heads} for one of each sequence and head of k and v, or "
+            f"{of_blocks} for one of each block; got {tuple(descale.shape)}; quantize(q, k, v) makes them"
+        )
+    if problem.device == "cpu" and not (descale.isfinite() & (descale > 0)).all():
+        raise ValueError(f"{name} must be positive and finite; got {descale.min().item()} to {descale.max().item()}")
+    if descale.shape == of_heads:
+        descale = repeat(descale, "b h -> b (h g) 1", g=of_blocks[1] // problem.heads_kv)
+    return descale.expand(of_blocks)
+
+
+@functools.lru_cache
+def random_signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
+    """1 or -1 for each column, (head_dim,) float32; the same on each device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (2.0 * torch.randint(2, (head_dim,), generator=generator) - 1.0).to(device)
+
+
+# ---- Checks
+
+
+def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """That q, k and v are all e4m3; whether they are tensors at all a Problem checks."""
+    dtypes = [x.dtype for x in (q, k, v) if isinstance(x, Tensor)]
+    if E4M3 in dtypes and set(dtypes) != {E4M3}:
+        names = ", ".join(map(str, dtypes))
+        raise ValueError(f"q, k and v must all be {E4M3}; got {names}; quantize(q, k, v) makes all three")
+    if dtypes and dtypes[0] in OUT_DTYPES:
+        raise ValueError(
+            f"descale_q, descale_k, descale_v and out_dtype are for {E4M3} tensors; got {dtypes[0]}; leave them out, "
+            "or quantize(q, k, v) first"
+        )
+    if dtypes and dtypes[0] != E4M3:
+        name = str(dtypes[0]).removeprefix("torch.")
+        raise UnsupportedProblem(
+            f"fa3 cannot run this problem: it takes float8_e4m3fn, float16 or bfloat16, not {name}: "
+            "quantize(q, k, v) makes float8_e4m3fn"
+        )
+
+
+def _refuse_gradient(what: str, *tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        raise UnsupportedProblem(f"{what} has no gradient: call under torch.no_grad(), or detach() q, k and v")
+
+
+def _check_problem(problem: Problem) -> None:
+    """That fp8 has this head_dim, and a kernel where the tensors are."""
+    if problem.head_dim not in FP8_CAPABILITIES.head_dims:
+        raise UnsupportedProblem(
+            f"fp8 attention takes head_dims that are multiples of 16 up to 256; got {problem.head_dim}; pad q, k and v "
+            "with zeros, given the softmax_scale of the head_dim before padding"
+        )
+    if problem.device != "cpu" and problem.arch not in FP8_CAPABILITIES.archs:
+        raise UnsupportedProblem(
+            f"fp8 attention runs on sm_90, this GPU is sm_{problem.arch}: move q, k and v there, or to the CPU"
+        )
+
+
+def _check_quantization(problem: Problem, scales: str, hadamard: bool, seed: int) -> None:
+    if problem.dtype not in SOURCES:
+        raise ValueError(
+            f"quantize takes {', '.join(map(str, SOURCES))}; got {problem.dtype}; convert q, k and v with .to(dtype)"
+        )
+    if scales not in SCALES:
+        raise ValueError(f"scales must be one of {', '.join(SCALES)}; got {scales!r}")
+    if not isinstance(hadamard, bool):
+        raise TypeError(f"hadamard must be True or False; got {type(hadamard).__name__}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a Python int; got {type(seed).__name__}")
+
+
+# ---- torch.compile, for which each call is one operator
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_define = functools.partial(torch.library.custom_op, mutates_args=())
+
+
+@functools.partial(
+    _define,
+    "fa3::quantize",
+    schema=f"({_QKV}, str scales, bool hadamard, SymInt seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _quantize_operator(q, k, v, *arguments):
+    return tuple(_quantize(q, k, v, *arguments))
+
+
+@_quantize_operator.register_fake
+def _(q, k, v, scales, hadamard, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    if cu_seqlens_q is None:
+        batch, max_seqlen_q, max_seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        batch = cu_seqlens_q.shape[0] - 1
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    shapes = {
+        "tensor": [(1,)] * 3,
+        "head": [(batch, heads_kv)] * 3,
+        "block": [
+            (batch, heads_q, -(-max_seqlen_q // Q_BLOCK)),
+            *[(batch, heads_kv, -(-max_seqlen_k // KV_BLOCK))] * 2,
+        ],
+    }
+    values = (x.new_empty(x.shape, dtype=E4M3) for x in (q, k, v))
+    return *values, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes[scales])
+
+
+@functools.partial(
+    _define,
+    "fa3::forward_fp8",
+    schema=f"({_QKV}, Tensor? descale_q, Tensor? descale_k, Tensor? descale_v, ScalarType out_dtype, {SCHEMA}) -> "
+    "(Tensor, Tensor)",
+)
+def _forward_operator(q, k, v, descale_q, descale_k, descale_v, out_dtype, *values):
+    arguments = tuple(from_operator(values, Config).values())
+    return _forward(q, k, v, arguments, (descale_q, descale_k, descale_v), out_dtype)
+
+
+@_forward_operator.register_fake
+def _(q, k, v, descale_q, descale_k, descale_v, out_dtype, *values: Any):
+    return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32)

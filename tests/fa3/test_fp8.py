@@ -1,0 +1,708 @@
+"""FP8 on a CPU: e4m3 numbers, scales and rotation, attention against the reference, refusals.
+
+Attention is compared with the reference on the numbers that the e4m3 tensors stand for, so that what is left is the
+rounding of P. "FA#2577" and the like name the public report of the input that once broke an attention kernel.
+"""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fa
+import fa3
+from fa3 import algorithm, fp8
+from fa3.config import KV_BLOCK, Q_BLOCK, Config, default_fp8_config
+from fa_common import reference
+from fa_common.memory import Memory
+from fa_common.problem import UnsupportedProblem
+
+E4M3 = torch.float8_e4m3fn
+SCALES = ("tensor", "head", "block")
+BLOCKS = (Q_BLOCK, KV_BLOCK, KV_BLOCK)
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (90, 20)},
+    "window of the past": {"window_size": (150, 0)},
+    "softcap": {"softcap": 1.5},
+    "softcap, causal, window": {"softcap": 0.7, "causal": True, "window_size": (100, None)},
+}
+
+
+def tensors(seqlen_q=150, seqlen_k=300, heads_q=4, heads_kv=2, head_dim=32, batch=2, dtype=torch.float32):
+    q = torch.randn(batch, seqlen_q, heads_q, head_dim).to(dtype)
+    k, v = torch.randn(2, batch, seqlen_k, heads_kv, head_dim).to(dtype)
+    return q, k, v
+
+
+def dequantized(quantized):
+    """The numbers that dense e4m3 tensors stand for, float64."""
+    numbers = []
+    for x, descale, block in zip(quantized[:3], quantized[3:], BLOCKS, strict=True):
+        seqlen, heads = x.shape[1:3]
+        if descale.ndim == 3:
+            descale = descale.repeat_interleave(block, 2)[..., :seqlen].transpose(1, 2)[..., None]
+        elif descale.ndim == 2:
+            descale = descale.repeat_interleave(heads // descale.shape[1], 1)[:, None, :, None]
+        numbers.append(x.double() * descale.double())
+    return numbers
+
+
+def check(quantized, config=None, **options):
+    """Out within what rounding P to e4m3 makes of it, LSE within what fp32 does.
+
+    e4m3 numbers lie 2^-3 of their power of two apart, so a P is off by at most 2^-4 of itself; below the least normal
+    number, 2^-6, they lie 2^-9 apart, and P by up to 2^-10. The first adds up to 2^-4 of what attention makes of |V|. A
+    row sum is at least that of its largest P, 256, in units of V's scale, so the second adds at most
+    2^-10 * 448 * seqlen_k / 256 of that. To both the rounding of out to bf16, 2^-9.
+    """
+    out, lse = fa3.flash_attn_func(**quantized._asdict(), return_lse=True, config=config, **options)
+    left, right = options.pop("window_size", (None, None))
+    q, k, v = dequantized(quantized)
+    exact, exact_lse = reference.attention(q, k, v, window=(left, right), **options)
+    of_magnitudes, _ = reference.attention(q, k, v.abs(), window=(left, right), **options)
+    bound = 2**-4 * of_magnitudes + 2**-18 * 448 * k.shape[1] * quantized.descale_v.max() + 2**-9 * exact.abs()
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - exact).abs() <= bound + 1e-6).all()
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+    assert not out[exact_lse.isneginf().transpose(1, 2)].any()
+
+
+# ---- e4m3 numbers
+
+
+def encodings():
+    """Every e4m3 number, in the order of its bits: 0 up to 448 and NaN, then the same below 0."""
+    return torch.arange(256, dtype=torch.uint8).view(E4M3)
+
+
+def bits(x):
+    return x.view(torch.uint8)
+
+
+def same(x, y):
+    """Bitwise, which torch.equal cannot say of e4m3."""
+    return x.dtype == y.dtype and torch.equal(bits(x), bits(y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_e4m3_numbers_stay_what_they_are(dtype):
+    numbers = encodings().to(dtype)
+    made = algorithm.to_e4m3(numbers)
+    is_nan = numbers.isnan()
+    assert is_nan.sum() == 2
+    assert same(made[~is_nan], encodings()[~is_nan])
+    assert made[is_nan].float().isnan().all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_half_way_between_two_numbers_the_even_one_is_taken(sign):
+    numbers = encodings()[:127].float()
+    lower, upper = sign * numbers[:-1], sign * numbers[1:]
+    middle = (lower + upper) / 2
+    is_even = torch.arange(126) % 2 == 0
+    assert torch.equal(algorithm.to_e4m3(middle).float(), torch.where(is_even, lower, upper))
+    assert torch.equal(algorithm.to_e4m3(torch.nextafter(middle, lower)).float(), lower)
+    assert torch.equal(algorithm.to_e4m3(torch.nextafter(middle, upper)).float(), upper)
+
+
+def test_beyond_the_largest_number_it_saturates():
+    large = torch.tensor([448.1, 463.0, 464.0, 464.1, 480.0, 1e6, 3e38, torch.inf])
+    assert (algorithm.to_e4m3(large).float() == 448).all()
+    assert (algorithm.to_e4m3(-large).float() == -448).all()
+
+
+# ---- Quantization
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("head_dim", [16, 48, 96, 128, 256])
+def test_values_and_scales(scales, head_dim):
+    given = tensors(head_dim=head_dim)
+    quantized = fa3.quantize(*given, scales=scales, hadamard=False)
+    shapes = {"tensor": [(1,)] * 3, "head": [(2, 2)] * 3, "block": [(2, 4, 3), (2, 2, 3), (2, 2, 3)]}[scales]
+    assert [tuple(x.shape) for x in quantized[3:]] == shapes
+    assert all(x.dtype == torch.float32 for x in quantized[3:])
+    assert all(x.dtype == E4M3 and x.shape == y.shape for x, y in zip(quantized[:3], given, strict=True))
+    for x, number, descale in zip(given, dequantized(quantized), quantized[3:], strict=True):
+        assert ((number - x).abs() <= 2**-4 * x.abs() + 2**-10 * descale.max()).all()
+
+
+@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 127, 128, 129, 193])
+def test_the_largest_of_each_block_becomes_the_largest_number(seqlen):
+    q, k, v = tensors(seqlen, seqlen)
+    quantized = fa3.quantize(q, k, v, hadamard=False)
+    for x, value, descale, block in zip((q, k, v), quantized[:3], quantized[3:], BLOCKS, strict=True):
+        for i, (rows, values) in enumerate(zip(x.split(block, 1), value.float().split(block, 1), strict=True)):
+            assert torch.equal(descale[..., i], rows.abs().amax((1, 3)) / 448)
+            assert (values.abs().amax((1, 3)) == 448).all()
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_query_heads_share_the_scale_of_their_head_of_k_and_v(scales):
+    q, k, v = tensors()
+    q[:, :, 0] *= 100
+    descale_q = fa3.quantize(q, k, v, scales=scales, hadamard=False).descale_q
+    if scales == "tensor":
+        assert torch.equal(descale_q, q.abs().amax()[None] / 448)
+    elif scales == "head":
+        assert (descale_q[:, 0] > 50 * descale_q[:, 1]).all(), "heads 0 and 1, heads 2 and 3"
+    else:
+        assert (descale_q[:, 0] > 50 * descale_q[:, 1]).all(), "each head by itself"
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_nothing_but_zeros_has_scale_1(scales):
+    quantized = fa3.quantize(*(torch.zeros_like(x) for x in tensors()), scales=scales)
+    assert all((x == 1).all() for x in quantized[3:])
+    assert not any(x.float().any() for x in quantized[:3])
+
+
+def test_a_block_of_zeros_does_not_change_the_others():
+    q, k, v = tensors()
+    expected = fa3.quantize(q, k, v)
+    k[:, KV_BLOCK : 2 * KV_BLOCK] = 0
+    quantized = fa3.quantize(q, k, v)
+    assert (quantized.descale_k[..., 1] == 1).all()
+    assert torch.equal(quantized.descale_k[..., ::2], expected.descale_k[..., ::2])
+    assert same(quantized.k[:, :KV_BLOCK], expected.k[:, :KV_BLOCK])
+
+
+def test_numbers_too_small_for_a_scale_become_zero():
+    quantized = fa3.quantize(*(torch.full_like(x, 2.0**-110) for x in tensors()))
+    assert all((x == 1).all() for x in quantized[3:])
+    assert not any(x.float().any() for x in quantized[:3])
+
+
+def test_small_numbers_have_a_scale():
+    quantized = fa3.quantize(*(torch.full_like(x, 2.0**-100) for x in tensors()), hadamard=False)
+    assert all((x == 2.0**-100 / 448).all() for x in quantized[3:])
+    assert all((x.float() == 448).all() for x in quantized[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_are_quantized_as_the_numbers_they_are(dtype):
+    given = tensors(dtype=dtype)
+    for made, expected in zip(fa3.quantize(*given), fa3.quantize(*(x.float() for x in given)), strict=True):
+        assert same(made, expected)
+
+
+# ---- Rotation
+
+
+def sylvester(size):
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return matrix / size**0.5
+
+
+@pytest.mark.parametrize(("head_dim", "run"), [(16, 16), (48, 16), (96, 32), (128, 128), (240, 16), (256, 256)])
+def test_the_rotation_is_hadamards(head_dim, run):
+    signs = fp8.random_signs(head_dim, 0, torch.device("cpu"))
+    assert set(signs.tolist()) == {-1.0, 1.0}
+    matrix = signs.double().diag() @ torch.block_diag(*[sylvester(run)] * (head_dim // run))
+    rotated = algorithm.rotate(torch.eye(head_dim), signs)
+    torch.testing.assert_close(rotated.double(), matrix, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(rotated @ rotated.mT, torch.eye(head_dim))
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 96, 128, 256])
+def test_the_rotation_keeps_the_scores(head_dim):
+    q, k, _ = tensors(head_dim=head_dim, heads_kv=4)
+    signs = fp8.random_signs(head_dim, 3, torch.device("cpu"))
+    rotated = torch.einsum("bmhd,bnhd->bhmn", algorithm.rotate(q, signs), algorithm.rotate(k, signs))
+    torch.testing.assert_close(rotated, torch.einsum("bmhd,bnhd->bhmn", q, k), rtol=1e-4, atol=1e-4)
+
+
+def test_an_outlier_is_spread_over_its_row():
+    rotated = algorithm.rotate(torch.eye(128)[5] * 100, fp8.random_signs(128, 0, torch.device("cpu")))
+    torch.testing.assert_close(rotated.abs(), torch.full((128,), 100 / 128**0.5))
+
+
+def test_v_is_not_rotated():
+    given = tensors()
+    rotated, plain = (fa3.quantize(*given, hadamard=hadamard) for hadamard in (True, False))
+    assert same(rotated.v, plain.v)
+    assert torch.equal(rotated.descale_v, plain.descale_v)
+    assert not same(rotated.k, plain.k)
+
+
+def test_a_seed_gives_the_same_signs_each_time():
+    given = tensors()
+    first, again, other = (fa3.quantize(*given, seed=seed) for seed in (7, 7, 8))
+    assert all(same(x, y) for x, y in zip(first, again, strict=True))
+    assert not same(first.q, other.q)
+    assert same(first.v, other.v)
+
+
+# ---- Attention
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)], ids=str)
+def test_against_the_reference(heads, scales, mask):
+    heads_q, heads_kv = heads
+    check(fa3.quantize(*tensors(heads_q=heads_q, heads_kv=heads_kv), scales=scales), **MASKS[mask])
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 128, 256])
+def test_head_dims(head_dim):
+    check(fa3.quantize(*tensors(70, 140, head_dim=head_dim)), causal=True)
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 63, 64, 65, 127, 128, 129, 255, 257, 385])
+@pytest.mark.parametrize("seqlen_q", [1, 65, 129])
+def test_lengths_around_the_blocks(seqlen_q, seqlen_k):
+    """Causal: with more queries than keys the first rows see none (FA#1778)."""
+    check(fa3.quantize(*tensors(seqlen_q, seqlen_k, batch=1)), causal=True)
+
+
+@pytest.mark.parametrize("tiles", [(64, 64), (128, 80), (192, 128), (64, 256)], ids=str)
+@pytest.mark.parametrize("scales", SCALES)
+def test_tiles_need_not_be_the_blocks(scales, tiles):
+    tile_m, tile_n = tiles
+    config = Config(tile_m=tile_m, tile_n=tile_n, pingpong=tile_m > 64)
+    check(fa3.quantize(*tensors(200, 500), scales=scales), config, causal=True)
+
+
+def test_the_error_of_normal_numbers_is_that_of_rounding():
+    """Independent roundings, each 2^-4 / sqrt(3) of a number at most on average, mostly cancel."""
+    quantized = fa3.quantize(*tensors(256, 1024, head_dim=64))
+    out = fa3.flash_attn_func(**quantized._asdict())
+    exact, _ = reference.attention(*dequantized(quantized))
+    assert (out - exact).norm() < 2**-4 / 3**0.5 * exact.norm()
+
+
+def test_scales_of_every_form_say_the_same():
+    """What is left out is 1; each form of one and the same scale gives the same bits (vllm#51363)."""
+    quantized = fa3.quantize(*tensors(), hadamard=False, scales="tensor")
+    q, k, v, *descales = quantized
+    expected = fa3.flash_attn_func(**quantized._asdict(), return_lse=True)
+    of_heads = [x.expand(2, 2).contiguous() for x in descales]
+    of_blocks = [x.expand(shape) for x, shape in zip(descales, ((2, 4, 3), (2, 2, 3), (2, 2, 3)), strict=True)]
+    for descale_q, descale_k, descale_v in ([x[0] for x in descales], of_heads, of_blocks):
+        scales = {"descale_q": descale_q, "descale_k": descale_k, "descale_v": descale_v}
+        results = fa3.flash_attn_func(q, k, v, **scales, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    ones = dict.fromkeys(("descale_q", "descale_k", "descale_v"), torch.ones(()))
+    assert torch.equal(fa3.flash_attn_func(q, k, v), fa3.flash_attn_func(q, k, v, **ones))
+
+
+def test_scales_that_differ_by_far():
+    q, k, v = tensors(heads_q=2)
+    v[:, :, 0] *= 1e4
+    v[:, KV_BLOCK : 2 * KV_BLOCK] *= 1e-3
+    k[:, :, 1] *= 0.1
+    for scales in SCALES:
+        check(fa3.quantize(q, k, v, scales=scales))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_out_has_the_type_asked_for(dtype):
+    quantized = fa3.quantize(*tensors())
+    out = fa3.flash_attn_func(**quantized._asdict(), out_dtype=dtype)
+    assert out.dtype == dtype
+    expected = fa3.flash_attn_func(**quantized._asdict(), out_dtype=torch.float16).double()
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_from_sixteen_bits_in_one_call(dtype):
+    q, k, v = tensors(dtype=dtype)
+    options = {"causal": True, "window_size": (90, None), "softcap": 3.0, "softmax_scale": 0.3}
+    results = fa3.flash_attn_fp8_func(q, k, v, **options, return_lse=True, scales="head", seed=3)
+    quantized = fa3.quantize(q, k, v, scales="head", seed=3)
+    expected = fa3.flash_attn_func(**quantized._asdict(), **options, return_lse=True, out_dtype=dtype)
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    assert torch.equal(fa3.flash_attn_fp8_func(q, k, v, **options, scales="head", seed=3), expected[0])
+
+
+def test_views_are_read_as_what_they_are():
+    quantized = fa3.quantize(*tensors())
+    expected = fa3.flash_attn_func(**quantized._asdict())
+    views = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in quantized[:3])
+    scales = (torch.stack((x, x), -1)[..., 0] for x in quantized[3:])
+    assert torch.equal(fa3.flash_attn_func(**fa3.Quantized(*views, *scales)._asdict()), expected)
+
+
+def test_it_reads_half_the_bytes_and_computes_as_much():
+    quantized = fa3.quantize(*tensors(128, 256, heads_q=2), scales="tensor")
+    options = {"softmax_scale": 1.0, "config": SimpleNamespace(tile_m=64, tile_n=128)}
+    fp8_memory, memory = Memory(), Memory()
+    one = torch.ones(2, 2, 2)
+    algorithm.forward_fp8(*quantized[:3], one, one, one, memory=fp8_memory, **options)
+    algorithm.forward(*(x.bfloat16() for x in quantized[:3]), memory=memory, **options)
+    num_tiles = 4 * 2 * 2  # (batch * heads) * query blocks * key blocks
+    scales = 4 * (num_tiles // 2 + 2 * num_tiles)
+    assert fp8_memory.bytes_read - scales == memory.bytes_read // 2
+    assert fp8_memory.bytes_written == memory.bytes_written
+    assert fp8_memory.matmul_flops == memory.matmul_flops
+
+
+# ---- Packed sequences
+
+
+def packed(lengths_q, lengths_k, heads_q=4, heads_kv=2, head_dim=32, longer=0):
+    q = torch.randn(sum(lengths_q), heads_q, head_dim)
+    k, v = torch.randn(2, sum(lengths_k), heads_kv, head_dim)
+    bounds = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
+    sequences = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=True))
+    return (q, k, v), sequences | {"max_seqlen_q": max(lengths_q) + longer, "max_seqlen_k": max(lengths_k) + longer}
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k"),
+    [([150, 1, 64], [300, 129, 1]), ([0, 70, 5], [20, 0, 128]), ([1, 0, 1], [3, 0, 5]), ([200], [100])],
+    ids=str,
+)
+@pytest.mark.parametrize("scales", SCALES)
+def test_packed_sequences_are_what_each_is_alone(scales, lengths_q, lengths_k):
+    given, sequences = packed(lengths_q, lengths_k, longer=130)
+    quantized = fa3.quantize(*given, **sequences, scales=scales)
+    results = fa3.flash_attn_varlen_func(**quantized._asdict(), **sequences, causal=True, return_lse=True)
+    lengths = (lengths_q, lengths_k, lengths_k)
+    if scales == "tensor":  # one scale for all sequences
+        split = zip(*(x.split(n) for x, n in zip(quantized[:3], lengths, strict=True)), strict=True)
+        alone = [fa3.Quantized(*(x[None] for x in one), *quantized[3:]) for one in split]
+    else:
+        split = zip(*(x.split(n) for x, n in zip(given, lengths, strict=True)), strict=True)
+        alone = [fa3.quantize(*(x[None] for x in one), scales=scales) for one in split]
+    expected = [fa3.flash_attn_func(**one._asdict(), causal=True, return_lse=True) for one in alone]
+    outs, lses = ([x[0] for x in ones] for ones in zip(*expected, strict=True))
+    assert torch.equal(results[0], torch.cat(outs))
+    assert torch.equal(results[1], torch.cat(lses, 1))
+
+
+def test_blocks_past_the_end_of_a_sequence_have_scale_1():
+    given, sequences = packed([150, 1], [300, 129])
+    quantized = fa3.quantize(*given, **sequences)
+    assert [tuple(x.shape) for x in quantized[3:]] == [(2, 4, 3), (2, 2, 3), (2, 2, 3)]
+    assert (quantized.descale_q[1, :, 1:] == 1).all()
+    assert (quantized.descale_k[1, :, 2:] == 1).all()
+    assert (quantized.descale_k[1, :, :2] < 1).all()
+
+
+# ---- Inputs that broke other kernels
+
+
+@pytest.fixture
+def largest_p(monkeypatch):
+    """The largest P that is rounded to e4m3."""
+    seen = []
+
+    def rounded(P, dtype):
+        seen.extend(P.amax()[None].tolist() if P.numel() else [])
+        return algorithm.to_e4m3(P).to(P.dtype)
+
+    monkeypatch.setattr(algorithm, "rounded", rounded)
+    return seen
+
+
+@pytest.mark.parametrize("seqlen_k", [127, 128, 129, 130])
+def test_p_does_not_saturate(seqlen_k, largest_p):
+    """FA#2577, FA#2716: the keys just past a block."""
+    q, k, v = tensors(1, seqlen_k, 6, 1, 128)
+    check(fa3.quantize(q, k, v))
+    check(fa3.quantize(q, torch.zeros_like(k), v))  # all scores equal: each P is the largest
+    assert max(largest_p) == algorithm.P_MAX
+
+
+def test_p_does_not_saturate_where_maxima_and_scales_rise(largest_p):
+    """Key blocks are visited last to first: here scores and V's scales rise in that order."""
+    q, k, v = tensors(64, 640, batch=1)
+    steepness = torch.arange(640, 0, -1)[None, :, None, None] / 100
+    check(fa3.quantize(q.abs(), k.abs() * steepness, v * steepness.exp()))
+    assert max(largest_p) <= algorithm.P_MAX
+
+
+@pytest.mark.parametrize("seqlen_k", [2048, 16384, 131072])
+@pytest.mark.parametrize("scales", SCALES)
+def test_the_error_does_not_grow_with_the_length(seqlen_k, scales):
+    """vllm#23813, FA#2250: all-positive V, so that what is lost in adding up shows."""
+    q, k, v = tensors(2, seqlen_k, 1, 1, 16, batch=1)
+    quantized = fa3.quantize(q, k, v.abs(), scales=scales)
+    exact, exact_lse = reference.attention(*dequantized(quantized))
+    out, lse = fa3.flash_attn_func(**quantized._asdict(), return_lse=True, out_dtype=torch.float16)
+    assert ((out - exact) / exact).abs().max() < 4e-3
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("score", [0.0, -1e4, 1e4])
+def test_one_score_for_all_keys(score):
+    """FA#2082: out is the mean of V."""
+    q, k = torch.ones(1, 3, 2, 16), torch.full((1, 200, 2, 16), score / 16)
+    v = torch.randn(1, 200, 2, 16)
+    quantized = fa3.quantize(q, k, v, hadamard=False)
+    out, lse = fa3.flash_attn_func(**quantized._asdict(), softmax_scale=1.0, return_lse=True)
+    mean = dequantized(quantized)[2].mean(1, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out.double(), mean, rtol=2**-4, atol=5e-3)
+    torch.testing.assert_close(
+        lse, torch.full_like(lse, score + torch.tensor(200.0).log().item()), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_one_score_above_all():
+    q, k, v = torch.ones(1, 1, 1, 16), torch.zeros(1, 300, 1, 16), torch.randn(1, 300, 1, 16)
+    k[:, 7] = 1e4 / 16
+    quantized = fa3.quantize(q, k, v, hadamard=False)
+    out = fa3.flash_attn_func(**quantized._asdict(), softmax_scale=1.0)
+    torch.testing.assert_close(out.double(), dequantized(quantized)[2][:, 7:8], rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "all"])
+def test_zeros(which):
+    given = [torch.zeros_like(x) if which in (name, "all") else x for name, x in zip("qkv", tensors(), strict=True)]
+    check(fa3.quantize(*given))
+
+
+def test_softcap_far_below_the_scores():
+    """vllm#56579: no key that the mask hides comes back."""
+    q, k, v = tensors()
+    check(fa3.quantize(100 * q, 100 * k, v), softcap=1.0, causal=True)
+    check(fa3.quantize(100 * q, 100 * k, v), softcap=50.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0)], ids=str)
+@pytest.mark.parametrize("scales", SCALES)
+def test_empty(scales, shape):
+    batch, seqlen_q, seqlen_k = shape
+    quantized = fa3.quantize(*tensors(seqlen_q, seqlen_k, batch=batch), scales=scales)
+    out, lse = fa3.flash_attn_func(**quantized._asdict(), return_lse=True)
+    assert torch.equal(out, torch.zeros(batch, seqlen_q, 4, 32, dtype=torch.bfloat16))
+    assert torch.equal(lse, torch.full((batch, 4, seqlen_q), -torch.inf))
+
+
+def test_the_papers_table():
+    """FA3's table 3, root mean square errors of Q, K and V with outliers: N(0, 1) + N(0, 100) * Bernoulli(0.001).
+
+    The paper has 2.4e-2 for one scale and 9.1e-3 for blocks with rotation, 2.4e-2 without it, 9.3e-3 without blocks.
+    """
+
+    def draw():
+        shape = (1, 2048, 1, 128)
+        return torch.randn(shape) + 10 * torch.randn(shape) * (torch.rand(shape) < 0.001)
+
+    q, k, v = draw(), draw(), draw()
+    exact, _ = reference.attention(q, k, v)
+
+    def error(scales, hadamard):
+        quantized = fa3.quantize(q, k, v, scales=scales, hadamard=hadamard)
+        out = fa3.flash_attn_func(**quantized._asdict(), out_dtype=torch.float16)
+        return (out - exact).square().mean().sqrt().item()
+
+    assert 1.2e-2 < error("tensor", False) < 2.4e-2
+    assert 1.2e-2 < error("block", False) < 2.4e-2
+    assert error("tensor", True) < 9.3e-3
+    assert error("block", True) < 9.1e-3
+
+
+# ---- Refusals
+
+
+def quantized_tensors():
+    return fa3.quantize(*tensors(5, 7))._asdict()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"descale_q": 1.0}, TypeError, "descale_q must be a float32 tensor, or None for 1; got float"),
+        ({"descale_k": torch.ones(1).half()}, ValueError, "descale_k must be float32; got torch.float16"),
+        ({"descale_v": torch.ones(1, device="meta")}, ValueError, "descale_v must be on .* q, cpu; got meta"),
+        ({"descale_q": torch.ones(2)}, ValueError, r"descale_q must be \(\) or \(1,\).*got \(2,\)"),
+        ({"descale_q": torch.ones(2, 4)}, ValueError, r"\(2, 2\) for one of each sequence and head.*\(2, 4\)"),
+        ({"descale_q": torch.ones(2, 2, 1)}, ValueError, r"\(2, 4, 1\) for one of each block; got \(2, 2, 1\)"),
+        ({"descale_k": torch.ones(2, 2, 2)}, ValueError, r"\(2, 2, 1\) for one of each block; got \(2, 2, 2\)"),
+        ({"descale_v": torch.ones(2, 1, 2, 1)}, ValueError, "descale_v must be"),
+        ({"descale_v": torch.zeros(1)}, ValueError, "descale_v must be positive and finite; got 0.0 to 0.0"),
+        ({"descale_k": torch.tensor(torch.inf)}, ValueError, "descale_k must be positive and finite"),
+        ({"descale_q": torch.tensor(torch.nan)}, ValueError, "descale_q must be positive and finite"),
+        ({"out_dtype": torch.float32}, ValueError, "out_dtype must be .*bfloat16 or .*float16; got .*float32"),
+        ({"out_dtype": E4M3}, ValueError, "got torch.float8_e4m3fn"),
+        ({"config": fa.GENERATIONS["fa2"].config_type()}, TypeError, "config must be a fa3.Config; got"),
+        ({"softcap": -1.0}, ValueError, "softcap must be positive"),
+        ({"window_size": (4, -2)}, ValueError, r"got \(4, -2\)"),
+        ({"causal": 1}, TypeError, "causal must be True or False"),
+        ({"dropout_p": 0.0}, TypeError, "unexpected keyword argument 'dropout_p'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_arguments(change, error, match):
+    with pytest.raises(error, match=match):
+        fa3.flash_attn_func(**quantized_tensors() | change)
+
+
+def test_mixed_types():
+    given = quantized_tensors()
+    for name in "qkv":
+        other = given | {name: given[name].bfloat16()}
+        with pytest.raises(ValueError, match=r"q, k and v must all be torch.float8_e4m3fn; got .*bfloat16.*quantize"):
+            fa3.flash_attn_func(**other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.int8])
+def test_another_type_of_one_byte(dtype):
+    q, k, v = (x.to(dtype) for x in tensors(5, 7))
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UnsupportedProblem, match=f"takes float8_e4m3fn, float16 or bfloat16, not {name}: quantize"):
+        fa3.flash_attn_func(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["descale_q", "descale_k", "descale_v", "out_dtype"])
+def test_sixteen_bits_have_no_scales(name):
+    value = torch.float16 if name == "out_dtype" else torch.ones(())
+    with pytest.raises(ValueError, match=r"are for torch.float8_e4m3fn tensors; got torch.bfloat16; leave them out"):
+        fa3.flash_attn_func(*tensors(5, 7, dtype=torch.bfloat16), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_gradient_is_refused(name):
+    """FA#1711."""
+    given = quantized_tensors()
+    given[name].requires_grad_()
+    with pytest.raises(UnsupportedProblem, match=r"fp8 attention has no gradient: call under torch.no_grad\(\)"):
+        fa3.flash_attn_func(**given)
+    with torch.no_grad():
+        fa3.flash_attn_func(**given)
+    q, k, v = tensors(5, 7, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedProblem, match="quantize has no gradient"):
+        fa3.flash_attn_fp8_func(q, k, v.requires_grad_())
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 248])
+def test_head_dims_that_fp8_has_not(head_dim):
+    given = tensors(5, 7, head_dim=head_dim)
+    match = f"multiples of 16 up to 256; got {head_dim}; pad"
+    with pytest.raises(UnsupportedProblem, match=match):
+        fa3.quantize(*given)
+    with pytest.raises(UnsupportedProblem, match=match):
+        fa3.flash_attn_func(*(x.to(E4M3) for x in given))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"scales": "row"}, ValueError, "scales must be one of tensor, head, block; got 'row'"),
+        ({"hadamard": 1}, TypeError, "hadamard must be True or False; got int"),
+        ({"seed": None}, TypeError, "seed must be a Python int; got NoneType"),
+        ({"seed": True}, TypeError, "seed must be a Python int; got bool"),
+        ({"q": torch.ones(2, 5, 4, 32).double()}, ValueError, "must have one dtype"),
+        ({"q": None}, TypeError, "q must be a torch.Tensor; got NoneType"),
+        ({"max_seqlen_q": 5}, ValueError, "must be .total, heads, head_dim."),
+    ],
+    ids=str,
+)
+def test_what_quantize_refuses(change, error, match):
+    with pytest.raises(error, match=match):
+        fa3.quantize(**dict(zip("qkv", tensors(5, 7), strict=True)) | change)
+
+
+def test_what_is_quantized_has_more_digits():
+    given = quantized_tensors()
+    with pytest.raises(ValueError, match=r"quantize takes torch.float16, .* got torch.float8_e4m3fn; convert"):
+        fa3.quantize(given["q"], given["k"], given["v"])
+    with pytest.raises(ValueError, match=r"must be float16 or bfloat16, as out is; got torch.float32"):
+        fa3.flash_attn_fp8_func(*tensors(5, 7))
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+def test_another_gpu_is_named(arch):
+    problem = fa.Problem(batch=1, seqlen_q=9, seqlen_k=9, heads_q=1, heads_kv=1, head_dim=64, dtype=E4M3, arch=arch)
+    with pytest.raises(UnsupportedProblem, match=f"fp8 attention runs on sm_90, this GPU is sm_{arch}"):
+        fp8._check_problem(problem)
+    fp8._check_problem(replace(problem, arch=90))
+
+
+def test_a_block_of_keys_is_a_tile():
+    problem = fa.Problem(batch=1, seqlen_q=9, seqlen_k=9, heads_q=1, heads_kv=1, head_dim=64, dtype=E4M3)
+    assert default_fp8_config(problem).tile_n == KV_BLOCK
+
+
+# ---- On a GPU, what the kernels are given
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """CPU tensors pass for those of a GPU; what the kernels' hosts are called with."""
+    calls = {}
+
+    def host(module, name, result):
+        def call(*arguments, **options):
+            calls[name] = arguments, options
+            return result
+
+        monkeypatch.setitem(sys.modules, f"fa3.{module}", SimpleNamespace(**{name: call}))
+
+    from_tensors = fa.Problem.from_tensors
+
+    def on_gpu(*arguments, **options):
+        return replace(from_tensors(*arguments, **options), device="cuda", arch=90, seqlens=None)
+
+    monkeypatch.setattr(fp8.Problem, "from_tensors", on_gpu)
+    host("quantize", "quantize_on_gpu", range(6))
+    host("fp8_launch", "forward", ("out", "lse"))
+    return calls
+
+
+def test_a_kernel_quantizes(pretend_gpu):
+    given = tensors()
+    assert fa3.quantize(*given, scales="head", seed=5) == fa3.Quantized(*range(6))
+    [called], options = pretend_gpu["quantize_on_gpu"]
+    assert all(x is y for x, y in zip(called, given, strict=True))
+    assert torch.equal(options.pop("signs"), fp8.random_signs(32, 5, torch.device("cpu")))
+    assert options == {"scales": "head"}
+    given, sequences = packed([5, 2], [3, 9])
+    fa3.quantize(*given, **sequences, hadamard=False)
+    _, options = pretend_gpu["quantize_on_gpu"]
+    assert options["signs"] is None
+    assert options["max_seqlens"] == (5, 9)
+    assert all(x is y for x, y in zip(options["cu_seqlens"], sequences.values(), strict=False))
+
+
+def test_a_kernel_attends(pretend_gpu):
+    q, k, v = (x.to(E4M3) for x in tensors())
+    scales = {"descale_q": torch.rand(2, 2), "descale_v": torch.rand(2, 2, 3)}
+    results = fa3.flash_attn_func(q, k, v, **scales, causal=True, out_dtype=torch.float16, return_lse=True)
+    assert results == ("out", "lse")
+    (*called, descales, problem, config, out_dtype, cu_seqlens_q, cu_seqlens_k), _ = pretend_gpu["forward"]
+    assert all(x is y for x, y in zip(called, (q, k, v), strict=True))
+    assert [tuple(x.shape) for x in descales] == [(2, 4, 3), (2, 2, 3), (2, 2, 3)]
+    assert [x.stride() for x in descales] == [(4, 1, 0), (0, 0, 0), (6, 3, 1)]
+    assert torch.equal(descales[0], scales["descale_q"].repeat_interleave(2, 1)[..., None].expand(2, 4, 3))
+    assert descales[2].data_ptr() == scales["descale_v"].data_ptr()
+    assert (problem.causal, config, out_dtype) == (True, default_fp8_config(problem), torch.float16)
+    assert cu_seqlens_q is cu_seqlens_k is None
+
+
+# ---- torch.compile
+
+
+def test_compiled_without_a_break():
+    q, k, v = tensors(dtype=torch.bfloat16)
+
+    def attend(q):
+        return fa3.flash_attn_fp8_func(2 * q, k, v, causal=True, window_size=(90, None), return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(x, y) for x, y in zip(compiled(q), attend(q), strict=True))
+    quantized = fa3.quantize(q, k, v)
+    compiled = torch.compile(fa3.flash_attn_func, fullgraph=True, backend="aot_eager")
+    for scales in ({}, {"descale_q": quantized.descale_q, "out_dtype": torch.float16}):
+        assert torch.equal(compiled(*quantized[:3], **scales), fa3.flash_attn_func(*quantized[:3], **scales))
+
+
+def test_the_operators_keep_their_promises():
+    q, k, v = tensors(5, 7)
+    for scales in SCALES:
+        torch.library.opcheck(torch.ops.fa3.quantize.default, (q, k, v, scales, True, 0, None, None, None, None))
+    given, sequences = packed([5, 2], [3, 9])
+    torch.library.opcheck(torch.ops.fa3.quantize.default, (*given, "block", True, 0, *sequences.values()))
+    values = (torch.float16, None, True, 4, None, 0.0, False, "", None, None, None, None)
+    checks = ("test_autograd_registration", "test_faketensor")  # the others compare e4m3 tensors, which torch cannot
+    torch.library.opcheck(torch.ops.fa3.forward_fp8.default, (*fa3.quantize(q, k, v), *values), test_utils=checks)

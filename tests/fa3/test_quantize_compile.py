@@ -1,0 +1,52 @@
+"""Every way to quantise compiles for sm_90a, spills nothing, and leaves room for the CTAs that hide its latency."""
+
+import pytest
+
+from fa3.quantize import Quantize, QuantizeConfig, build_quantize
+from fa_common.compile import KernelKey
+from fa_common.report import SHARED_MEMORY_LIMIT, report
+
+REGISTERS_OF_SM = 65_536
+
+# head_dim, stage, hadamard, dtype, sequences
+KERNELS = [
+    (128, "block", True, "bfloat16", "dense"),
+    (128, "block", False, "bfloat16", "dense"),
+    (128, "maximum", True, "bfloat16", "dense"),
+    (128, "scale", True, "bfloat16", "dense"),
+    (128, "block", True, "float32", "dense"),
+    (48, "block", True, "float32", "dense"),
+    (128, "block", True, "bfloat16", "packed"),
+    (64, "block", True, "float16", "dense"),
+    (16, "block", True, "bfloat16", "dense"),
+    (48, "scale", False, "bfloat16", "packed"),
+    (96, "block", True, "bfloat16", "packed"),
+    (192, "block", True, "float16", "packed"),
+    (240, "maximum", True, "float32", "dense"),
+    (256, "block", True, "bfloat16", "dense"),
+    (256, "block", True, "float32", "packed"),
+    (256, "scale", True, "bfloat16", "dense"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "stage", "hadamard", "dtype", "sequences"), KERNELS)
+def test_kernel(head_dim: int, stage: str, hadamard: bool, dtype: str, sequences: str):
+    config = QuantizeConfig(stage, hadamard)
+    key = KernelKey("fa3", "quantize", dtype, head_dim, causal=False, config=config, sequences=sequences)
+    kernel = report(key, build_quantize)
+    assert not kernel.problems(), "; ".join(kernel.problems())
+    assert kernel.shared_memory <= SHARED_MEMORY_LIMIT
+    assert kernel.why_no_instructions is None
+    device = Quantize(key)
+    assert kernel.registers * device.num_threads * device.ctas_of_sm <= REGISTERS_OF_SM
+
+    # Four rows of a thread, or two of a CTA of a pair; 16 bytes a load and a store.
+    rows = 2 * device.num_halves
+    loads, stores = rows * (4 if dtype == "float32" else 2), 0 if stage == "maximum" else rows
+    assert kernel.instructions["LDG"] >= loads
+    assert kernel.instructions["STG"] >= stores
+    butterflies = (head_dim & -head_dim).bit_length() - 5 if hadamard else 0  # those between lanes
+    assert kernel.instructions["SHFL"] == butterflies * rows * 16
+    # A division is three instructions: none calls a function.
+    assert not kernel.instructions["CALL"]
