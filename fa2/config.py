@@ -18,7 +18,6 @@ CAPABILITIES = Capabilities(
     backward=True,
 )
 PANEL = 64  # columns; a tile is whole panels wide
-SHORT_KEYS = 32
 SHARE_PAD = 8  # floats after each row of a warp's share of O: four rows of a store then fall into different banks
 
 
@@ -78,14 +77,15 @@ class Config:
         """The tile of a CTA: the fields, or without split_q FA1's.
 
         Without parallel_seqlen the loop over query blocks takes registers of its own, and without separate_masking the
-        mask does in every block. With 32 rows a warp and 64 < head_dim <= 128 there are none left: a block then has no
-        more than SHORT_KEYS keys.
+        mask does in every block. With 32 rows a warp and up to 128 columns there are none left: a block then has 64
+        keys at most, and 32 with more than 64 columns.
         """
         if not self.split_q:
             return split_k_tile(head_dim, self.stages)
-        is_full = 64 < head_dim <= 128 and self.tile_m > 16 * self.num_warps
-        is_short = is_full and not (self.parallel_seqlen and self.separate_masking)
-        return CtaTile(self.tile_m, min(self.tile_n, SHORT_KEYS) if is_short else self.tile_n, self.num_warps)
+        is_full = head_dim <= 128 and self.tile_m > 16 * self.num_warps
+        if is_full and not (self.parallel_seqlen and self.separate_masking):
+            return CtaTile(self.tile_m, min(self.tile_n, 64 if head_dim <= 64 else 32), self.num_warps)
+        return CtaTile(self.tile_m, self.tile_n, self.num_warps)
 
 
 def split_k_tile(head_dim: int, stages: int) -> CtaTile:
@@ -108,15 +108,16 @@ def split_k_bytes(tile_m: int, tile_n: int, width: int, stages: int, num_warps: 
 def default_config(problem: Problem) -> Config:
     """Of those that do not spill, the tiles measured fastest on an H200 at head_dim 64, 128 and 256 (docs/fa2.md)."""
     if problem.head_dim <= 64:
+        if problem.head_dim == 64 and problem.dtype_name == "bfloat16" and problem.window == (None, None):
+            return Config(tile_m=128, tile_n=96, branch_to_rescale=False)  # of the others some would spill
         return Config(tile_m=128, tile_n=64)
     if problem.head_dim <= 128:
         # 32 rows a warp: each ldmatrix of K or V feeds twice as many mma.sync as with 16.
         return Config(tile_m=128, tile_n=48, branch_to_rescale=False)
-    is_plain = not (problem.varlen or problem.softcap or problem.window != (None, None))
-    if problem.head_dim > 192 and is_plain and not problem.causal:
-        # Eight warps share K and V; under a mask the shorter tiles of two CTAs waste less.
-        return Config(tile_m=128, tile_n=64, num_warps=8)
-    return Config(tile_m=64, tile_n=64)
+    if problem.head_dim > 192 and not problem.causal and problem.seqlen_k >= 4096:
+        # Eight warps share K and V; of few keys, or under a mask, the shorter tiles of two CTAs waste less.
+        return Config(tile_m=128, tile_n=64, num_warps=8, branch_to_rescale=False)
+    return Config(tile_m=64, tile_n=64, branch_to_rescale=False)
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,13 @@ class BackwardConfig:
 
 def default_backward_config(problem: Problem) -> BackwardConfig:
     """Of those that do not spill, the tiles measured fastest on an H200 at head_dim 64, 128 and 256 (docs/fa2.md)."""
-    if problem.head_dim <= 64:
-        # Small CTAs, several on an SM: one's products run while another waits at its barrier.
-        return BackwardConfig(tile_m=64, tile_n=64, num_warps=4, key_warps=4, query_warps=4)
     is_bounded, is_capped = problem.window != (None, None), problem.softcap > 0
+    if problem.head_dim <= 64:
+        # Small CTAs, several on an SM: one's products run while another waits at its barrier. With 32 keys a warp each
+        # ldmatrix of Q and dO feeds twice as many mma.sync as with 16.
+        if is_bounded or is_capped:
+            return BackwardConfig(tile_m=64, tile_n=64, num_warps=4, key_warps=4, query_warps=4)
+        return BackwardConfig(tile_m=32, tile_n=128, num_warps=4, key_warps=4, query_warps=2)
     if problem.head_dim > 192 and is_bounded and is_capped:
         return BackwardConfig(tile_m=32, tile_n=64, num_warps=8, key_warps=4, query_warps=2)
     if problem.head_dim > 128:

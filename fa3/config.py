@@ -50,6 +50,9 @@ class Config:
     epilogue_overlap: bool = switch("epilogue overlap", "FA3 code", requires=("persistent",))  # O has its own memory
     lpt_order: bool = switch("longest tiles first", "FA3 code")  # causal: those low in the matrix see the most keys
     cluster: bool = switch("2-CTA multicast", "FA3 code", requires=("tma", "warp_specialized"), default=False)
+    two_level_accumulation: bool = switch(
+        "two-level accumulation", "DeepSeek-V3 3.3.2", default=False
+    )  # each P V apart
     pack_gqa: bool = switch("packed GQA", "FA3 code", default=False)  # a K/V head's query heads are rows of one tile
 
     def __post_init__(self):

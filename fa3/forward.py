@@ -47,9 +47,9 @@ from cutlass.tensor_utils import LayoutEnum
 from fa3.epilogue import store_lse, store_rows, store_tile
 from fa3.loads import (
     CpAsyncLoads,
-    RowGather,
     Shared,
     TmaLoads,
+    gather_queries,
     load_ahead,
     load_first,
     storage_type,
@@ -66,7 +66,6 @@ from fa3.sync import (
     THREADS_PER_WARPGROUP,
     WARPS_PER_WARPGROUP,
     Gates,
-    NamedBarrier,
     Pipes,
     register_budget,
 )
@@ -330,7 +329,7 @@ class Forward:
             products = Products.of(mmas, sQ, shared.sK, shared.sV, sP, warpgroup_index, self.config)
             softmax = OnlineSoftmax.start(ROWS_PER_THREAD, work.scale_log2, self.config)
             if const_expr(self.gathers_queries):
-                self.gather_queries(share, tensors[0], sQ)
+                gather_queries(work, tile, (warpgroup_index, first_row), tensors[0], sQ)
             k_state, v_state = self.attend(share, products, softmax, (q_phase, k_state, v_state))
             self.store(share, (tma[3], tensors[3]), tensors[4], sO, products, softmax)
             if const_expr(not self.frees_queries_early):
@@ -451,6 +450,7 @@ class Forward:
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         pipes.v.consumer_release(v_state)
+        products.add_block()
         self.prepare_scores(n_block, share, products, masked, scales)
         rescale, rises = softmax.of_block(scales).step(products.acc_S)
         products.round_scores()
@@ -490,10 +490,11 @@ class Forward:
         if rises:
             # P V is done: O may be rescaled.
             warpgroup.wait_group(0)
-            rescale_rows(products.acc_O, rescale)
+            products.rescale(rescale)
         # P V is done: P may be overwritten, and this stage of V refilled.
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
+        products.add_block()
         products.round_scores()
         k_state.advance()
         v_state.advance()
@@ -508,6 +509,7 @@ class Forward:
         # O is complete, and nothing reads V any more: in a cluster the other CTA's producer waits to hear so.
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
+        products.add_block()
         v_state.advance()
         return v_state
 
@@ -528,25 +530,6 @@ class Forward:
         """16-bit tensors have none; neither have their blocks (forward_fp8.py)."""
 
     def block_scales(self, n_block: Int32, share: Share) -> None: ...
-
-    @cute.jit
-    def gather_queries(self, share: Share, mQ: cute.Tensor, sQ: cute.Tensor):
-        """This warpgroup's rows of Q by its own threads: without TMA, or a K/V head's query heads side by side."""
-        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-        gather = RowGather.of(self.dtype, (ROWS, self.width), THREADS_PER_WARPGROUP, thread)
-
-        def place_of(row: Int32) -> tuple:
-            return share.work.place_of(share.tile, share.first_row + row)
-
-        # All four warps have done with the rows of the tile before.
-        barrier = NamedBarrier.ROWS + share.warpgroup
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS_PER_WARPGROUP)
-        gather.load(mQ, place_of, self.head_dim, sQ)
-        cute.arch.cp_async_commit_group()
-        # Each thread's own copies have arrived and are visible to WGMMA; then those of all four warps.
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS_PER_WARPGROUP)
 
     @cute.jit
     def store(

@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 from fa3.config import Config
 from fa3.products import ROWS
 from fa3.scheduler import NUM_PLACES, Tile, Work
-from fa3.sync import Pipes
+from fa3.sync import THREADS_PER_WARPGROUP, NamedBarrier, Pipes
 from fa_common.tiles import KeyBlocks
 
 
@@ -165,6 +165,30 @@ class RowGather:
                         tSs[None, i, c].fill(0)
 
 
+@cute.jit
+def gather_queries(work: Work, tile: Tile, share: tuple, mQ: cute.Tensor, sQ: cute.Tensor):
+    """A warpgroup's 64 rows of Q by its own threads: without TMA, or a K/V head's query heads side by side.
+
+    `share` is (warpgroup, first row).
+    """
+    warpgroup, first_row = share
+    thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+    gather = RowGather.of(sQ.element_type, (ROWS, cute.size(sQ, mode=[1])), THREADS_PER_WARPGROUP, thread)
+
+    def place_of(row: Int32) -> tuple:
+        return work.place_of(tile, first_row + row)
+
+    # All four warps have done with the rows of the tile before.
+    barrier = NamedBarrier.ROWS + warpgroup
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS_PER_WARPGROUP)
+    gather.load(mQ, place_of, mQ.shape[1], sQ)
+    cute.arch.cp_async_commit_group()
+    # Each thread's own copies have arrived and are visible to WGMMA; then those of all four warps.
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS_PER_WARPGROUP)
+
+
 @dataclass(frozen=True)
 class TmaLoads:
     """One tile's loads by TMA, for one warp: each call waits for the stage and starts a copy."""
@@ -265,7 +289,7 @@ class CpAsyncLoads:
         return CpAsyncLoads(gather, pipes, (mK, mV), shared, tile, (work.head_kv(tile), *batch), mK.shape[1])
 
     def load_q(self, phase: Int32) -> None:
-        """Nothing: see Forward.gather_queries."""
+        """Nothing: see gather_queries."""
 
     def load_k(self, n_block: Int32, state: pipeline.PipelineState) -> None:
         self.load_block(self.pipes.k, self.tensors[0], self.shared.sK[None, None, state.index], n_block, state)

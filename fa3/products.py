@@ -8,10 +8,12 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa3.config import Config
 from fa3.e4m3 import load_bytes, round_to_e4m3
+from fa3.softmax import rescale_rows
 from fa3.sync import THREADS_PER_WARPGROUP, NamedBarrier
 from fa_common.tiles import as_operand_a, round_to_operand_a
 
 STEP_BITS = 256  # of a row of A, and of a column of B, that one WGMMA multiplies: 16 columns, or 32 of 8 bits
+WIDEST_OF_TWO = 128  # columns of O of which the registers hold two
 ROWS = 64  # of one WGMMA: the queries of one consumer warpgroup
 
 
@@ -32,6 +34,7 @@ class Products:
     sP: cute.Tensor | None  # (64, tile_n) of shared memory, unless P stays in registers
     tOsP: cute.Tensor | None  # (MMA, MMA_M, MMA_K) descriptors of sP
     acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32
+    acc_PV: cute.Tensor | None  # of one block alone, with two_level_accumulation
     tScS: cute.Tensor  # (MMA, MMA_M, MMA_N) coordinates (query, key) of acc_S inside the warpgroup's tile
     tScO: cute.Tensor  # (MMA, MMA_M, MMA_N) coordinates (query, column) of acc_O
     warpgroup: Int32
@@ -46,6 +49,9 @@ class Products:
         acc_S = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, width)), Float32)
         acc_O.fill(0.0)
+        if config.two_level_accumulation and width > WIDEST_OF_TWO:
+            raise ValueError(f"two_level_accumulation needs head_dim up to {WIDEST_OF_TWO}: beyond, two O would spill")
+        acc_PV = cute.make_rmem_tensor_like(acc_O) if config.two_level_accumulation else None
         rQ = None
         if config.q_register_steps:
             step = STEP_BITS // sQ.element_type.width
@@ -72,6 +78,7 @@ class Products:
             sP=sP,
             tOsP=None if sP is None else mma_pv.make_fragment_A(thread_pv.partition_A(sP)),
             acc_O=acc_O,
+            acc_PV=acc_PV,
             tScS=thread_qk.partition_C(cute.make_identity_tensor((ROWS, tile_n))),
             tScO=thread_pv.partition_C(cute.make_identity_tensor((ROWS, width))),
             warpgroup=warpgroup_index,
@@ -100,10 +107,25 @@ class Products:
         self.issue(steps, self.acc_S, self.tSrK[None, None, None, stage], accumulate=False)
 
     def issue_output(self, stage: Int32) -> None:
-        """Starts O += P V and commits it as one group; nobody may touch P or acc_O before the group is waited for."""
+        """Starts O += P V and commits it as one group; nobody may touch P or acc_O before the group is waited for.
+
+        With two_level_accumulation it is P V alone, which `add_block` adds up.
+        """
         P = self.rP if self.tOsP is None else self.tOsP
         steps = [(self.mma_pv, P)] * cute.size(P, mode=[2])
-        self.issue(steps, self.acc_O, self.tOrV[None, None, None, stage], accumulate=True)
+        acc = self.acc_O if self.acc_PV is None else self.acc_PV
+        self.issue(steps, acc, self.tOrV[None, None, None, stage], accumulate=self.acc_PV is None)
+
+    def add_block(self) -> None:
+        """O += P V of the block that has just arrived, in fp32; the tensor cores keep fewer bits of 8-bit products."""
+        if self.acc_PV is not None:
+            self.acc_O.store(self.acc_O.load() + self.acc_PV.load())
+
+    def rescale(self, factors: cute.Tensor) -> None:
+        """O, and what is still to be added to it, times factors, (rows,)."""
+        for acc in (self.acc_O, self.acc_PV):
+            if acc is not None:
+                rescale_rows(acc, factors)
 
     def issue(self, steps: list, acc: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
         """One WGMMA for each step: the instruction, and the A operand of all steps."""

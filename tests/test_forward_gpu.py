@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import fa
 from fa_common import reference
 from fa_common.masks import Mask
-from fa_common.problem import Problem, UnsupportedProblem, Window
+from fa_common.problem import Problem, Window
 from fa_common.switches import label, switches, without
 
 pytestmark = pytest.mark.gpu
@@ -258,23 +258,6 @@ def test_extreme_scores(version, scores):
         if scores == "one very high":
             k[:, 11] = 1e4
     check(scores, *attend(version, q, k, v, causal=True), q, k, v, causal=True)
-
-
-@pytest.mark.parametrize("version", ["fa1"])
-def test_what_is_refused(version):
-    """A mask, a cap or a packing that a generation has no kernel for is named, never left out."""
-    q, k, v = make(Shape(2, 65, 65), 64)
-    for options, reason in (
-        ({"window_size": (8, 3)}, r"no kernel for window \(8, 3\)"),
-        ({"window_size": (8, None), "causal": True}, r"no kernel for causal, window \(8, None\)"),
-        ({"softcap": 30.0}, r"no kernel for softcap=30\.0"),
-    ):
-        with pytest.raises(UnsupportedProblem, match=f"{version} cannot run this problem: it has {reason}"):
-            attend(version, q, k, v, **options)
-    cu_seqlens = torch.tensor([0, 65], dtype=torch.int32, device="cuda")
-    packed = (q[0], k[0], v[0], cu_seqlens, cu_seqlens, 65, 65)
-    with pytest.raises(UnsupportedProblem, match=f"{version} cannot run this problem: it has no varlen kernel"):
-        fa.flash_attn_varlen_func(*packed, version=version)
 
 
 @every_version
