@@ -71,7 +71,7 @@ def _fill(document: Path, text: str, gpus: Sequence[Path], links: Mapping[tuple[
 
 def _file_name(command: str) -> str:
     """A command as part of a file's name: "compare-bwd" for "compare --pass bwd"."""
-    return command.replace(" --pass ", "-").replace("+", "-")
+    return re.sub(r" --\w+ ", "-", command).replace("+", "-")
 
 
 def _rows(gpu: Path, suite: str) -> pd.DataFrame:
@@ -82,8 +82,9 @@ def _newest_comparison(gpu: Path, suite: str = compare.SUITE) -> pd.DataFrame | 
     return comparison.newest_run(_rows(gpu, suite))
 
 
-def _newest_ablation(gpu: Path) -> pd.DataFrame | None:
-    return comparison.newest_run(_rows(gpu, "ablate"), ablate.missing)
+def _newest_ablation(gpu: Path, version: str = "fa3") -> pd.DataFrame | None:
+    rows = _rows(gpu, "ablate")
+    return comparison.newest_run(rows[rows.run.isin(rows.run[rows.version == version])], ablate.missing)
 
 
 def _compare_summary(gpu: Path, picture: str | None, suite: str = compare.SUITE) -> str | None:
@@ -125,9 +126,9 @@ def _suite(module: ModuleType) -> Callable[[Path, str | None], str | None]:
     return block
 
 
-def _ablate(gpu: Path, picture: str | None) -> str | None:
+def _ablate(gpu: Path, picture: str | None, version: str = "fa3") -> str | None:
     """What each switch is worth, a table a problem, and the picture."""
-    run = _newest_ablation(gpu)
+    run = _newest_ablation(gpu, version)
     if run is None:
         return None
     *others, last = ablate.tables(run)
@@ -205,6 +206,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
     "fp8": (f"compare --dtype {fp8.DTYPE}", _suite(fp8)),
     "quantize": ("quantize", _quantize),
     "ablate": ("ablate", _ablate),
+    "ablate-fa2": ("ablate --version fa2", partial(_ablate, version="fa2")),
     "accuracy": ("accuracy", _accuracy),
     "host": ("doctor", _host),
     "tests": ("gpu-tests", _tests),
@@ -216,5 +218,6 @@ PICTURES: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Path], None]]] =
     "compare --pass bwd": (partial(_newest_comparison, suite="compare-bwd"), plot.draw),
     "compare --pass fwd+bwd": (partial(_newest_comparison, suite="compare-fwd-bwd"), plot.draw),
     "ablate": (_newest_ablation, ablate.draw),
+    "ablate --version fa2": (partial(_newest_ablation, version="fa2"), ablate.draw),
     "accuracy": (accuracy.newest_run, accuracy.draw),
 }
