@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from fa3.config import CAPABILITIES, SHORT_QUERIES, Config, default_config
+from fa3.config import CAPABILITIES, SHORT_QUERIES, Config, check_fp8_config, default_config
 from fa3.interface import GENERATION, build_forward
 from fa_common.problem import Problem
 from fa_common.report import SHARED_MEMORY_LIMIT, report
@@ -172,3 +172,22 @@ def test_shared_memory_is_what_the_kernel_asks_for(problem):
     config = default_config(problem)
     kernel = report(GENERATION.forward_key(problem, config), build_forward)
     assert kernel.shared_memory == shared_memory(config, problem.head_dim)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tma": False}, "needs tma=True .*TMA brings.*; got tma=False"),
+        ({"p_in_registers": False}, "needs p_in_registers=True"),
+        ({"epilogue_overlap": False}, "needs epilogue_overlap=True"),
+        ({"cluster": True}, "needs cluster=False; got cluster=True"),
+        ({"pack_gqa": True}, "needs pack_gqa=False; got pack_gqa=True"),
+        ({"tile_n": 96}, "needs tile_n 64 or 128 .*; got 96"),
+        ({"stages": 1}, "needs 2 stages or more .*; got 1"),
+    ],
+    ids=str,
+)
+def test_what_the_fp8_kernel_cannot_have_is_refused(changes, message):
+    check_fp8_config(Config(tile_n=64))
+    with pytest.raises(ValueError, match=message):
+        check_fp8_config(Config(**{"tile_n": 64} | changes))
