@@ -55,13 +55,12 @@ class OnQuantized(Ours):
         return switched(default_fp8_config(problem), self.switched)
 
     def kernel(self, problem: Problem) -> tuple[KernelKey, Build]:
-        return forward_key(problem, self.config(problem), problem.dtype), build_forward
+        return forward_key(in_fp8(problem), self.config(problem), problem.dtype), build_forward
 
     def why_not(self, problem: Problem) -> str | None:
-        in_fp8 = replace(problem, dtype=getattr(torch, DTYPE))
         if self.version != VERSION:
-            return self.generation.why_not(in_fp8)
-        return FP8_CAPABILITIES.why_not(in_fp8) or super().why_not(problem)
+            return self.generation.why_not(in_fp8(problem))
+        return FP8_CAPABILITIES.why_not(in_fp8(problem)) or super().why_not(problem)
 
     def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         tensors = fa3.quantize(q, k, v)._asdict()
@@ -78,6 +77,11 @@ class Quantizing(OnQuantized):
 
     def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         return partial(fa3.flash_attn_fp8_func, q, k, v, **self.arguments(problem))
+
+
+def in_fp8(problem: Problem) -> Problem:
+    """The same of e4m3 tensors."""
+    return replace(problem, dtype=getattr(torch, DTYPE))
 
 
 def contenders(versions: Sequence[str]) -> list[Ours]:

@@ -51,12 +51,12 @@ def test_the_whole_search(pretend_gpu, cpu_problem, tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "_compiled", lambda row, problem: ("255", "64", "0"))
     output = Console(file=StringIO(), width=200)
     problems = [cpu_problem(64), cpu_problem(64, causal=True)]
-    status = tiles.search("fa2", problems, {"tile_n": (32, 64)}, Budget(rounds=1), tmp_path, output)
+    status = tiles.search("fa2", problems, {"tile_n": (32, 96)}, Budget(rounds=1), tmp_path, output)
     text = output.file.getvalue()
     assert status == 0, text
     kept = list(rows.read(tmp_path / "h200" / "tiles.jsonl"))
     ours = [row for row in kept if row.version != GEMM]
-    assert [(row.causal, row.config["tile_n"]) for row in ours] == [(c, n) for c in (False, True) for n in (64, 32)]
+    assert [(row.causal, row.config["tile_n"]) for row in ours] == [(c, n) for c in (False, True) for n in (96, 32)]
     assert {row.suite for row in kept} == {"tiles"}
     assert all(Config(**row.config) for row in ours)
     assert "fa2 tiles, forward, bfloat16 d=64 full 1 x 64 x 1" in text
