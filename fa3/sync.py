@@ -142,6 +142,7 @@ class Pipes:
         num_listeners = num_threads
         if dtype.width == 8:
             pipe_v = TransposedPipe.of(pipe_v, storage.transposed_barriers, config.stages)
+            # The producer's other three warps hear the numbers that the loading one draws.
             num_listeners += THREADS_PER_WARPGROUP - WARP
         pipes = Pipes(
             q=of_tma(storage.q_barriers, layout_Q, num_consumers, THREADS_PER_WARPGROUP, 1),

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.gpu
 ROUNDING_OF_P = 0.04  # of the norm of out
 ROUNDING_OF_ALL = 0.07  # the same where q, k and v are rounded too
 DRIFT = 0.01  # where V has one sign the roundings of P cancel, and what stays is what adding up loses
+DRIFT_OF_ONE_SUM = 0.02
 LSE_ERROR = 2e-2
 HEAD_DIMS = (16, 48, 64, 96, 128, 192, 256)
 
@@ -179,16 +180,27 @@ def test_no_p_is_beyond_the_largest_number(same_keys):
         check(seqlen_k, attend(quantized), expect(quantized))
 
 
-def test_a_long_sum_does_not_drift():
-    """vllm#23813, FA#2250: V without a sign, so that no error is hidden by another.
-
-    For this there is two_level_accumulation: one sum in the tensor cores alone does drift.
-    """
-    two_levels = fa3.Config(tile_m=128, tile_n=64, stages=4, pingpong=False, two_level_accumulation=True)
+def long_sums() -> Iterator[tuple[int, fa3.Quantized]]:
+    """vllm#23813, FA#2250: V without a sign, so that no error is hidden by another."""
     for seqlen_k in (2048, 16_384, 131_072):
         q, k, v = draw(Shape(1, 64, seqlen_k, 2, 2), 128)
-        quantized = to_gpu(fa3.quantize(q, k, v.abs(), hadamard=False))
-        check(seqlen_k, attend(quantized, config=two_levels), expect(quantized), DRIFT)
+        yield seqlen_k, to_gpu(fa3.quantize(q, k, v.abs(), hadamard=False))
+
+
+def test_a_long_sum_in_two_levels_does_not_drift():
+    config = fa3.Config(tile_m=128, tile_n=64, stages=4, pingpong=False, two_level_accumulation=True)
+    errors = {}
+    for seqlen_k, quantized in long_sums():
+        results, exact = attend(quantized, config=config), expect(quantized)
+        check(seqlen_k, results, exact, DRIFT)
+        errors[seqlen_k] = ((results[0].double() - exact[0]).norm() / exact[0].norm()).item()
+    assert errors[131_072] <= 2 * errors[2048], errors
+
+
+@pytest.mark.xfail(strict=True, reason="the tensor cores do not add up 8-bit products in full fp32")
+def test_a_long_sum_in_one_level_does_not_drift():
+    for seqlen_k, quantized in long_sums():
+        check(seqlen_k, attend(quantized), expect(quantized), DRIFT_OF_ONE_SUM)
 
 
 def test_scales_of_v_that_are_far_apart():
