@@ -49,7 +49,7 @@ from torch import Tensor
 from fa3.algorithm import E4M3_MAX, SMALLEST_AMAX
 from fa3.config import KV_BLOCK, Q_BLOCK
 from fa_common.compile import KernelKey, load
-from fa_common.generation import ALIGNMENT, CONTIGUOUS, is_unreadable
+from fa_common.generation import readable
 from fa_common.tiles import DTYPES, fake_lengths
 
 TILE, HALF = KV_BLOCK, Q_BLOCK  # rows
@@ -113,7 +113,7 @@ def quantize_on_gpu(
         heads, blocks) with a block for 64 rows of q and 128 of k and v, "head" (batch, heads_kv), "tensor" (1,).
         What no row has, and what has only zeros, gets descale 1.
     """
-    tensors = tuple(_readable(x) for x in tensors)
+    tensors = tuple(readable(x) for x in tensors)
     q, k, _ = tensors
     batch = q.shape[0] if cu_seqlens is None else cu_seqlens[0].shape[0] - 1
     max_seqlens = max_seqlens or (q.shape[1], k.shape[1])
@@ -139,13 +139,6 @@ def quantize_on_gpu(
             launch("maximum", amax)
             launch("scale", amax)
     return *values, *descales
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it that the kernel can read."""
-    if is_unreadable(tensor) or tensor.data_ptr() % ALIGNMENT:
-        return tensor.clone(memory_format=CONTIGUOUS)
-    return tensor
 
 
 def _empty_descales(

@@ -435,7 +435,7 @@ class Generation:
         *tensors, lse, dlse = saved
         with torch.no_grad():
             lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-            launch(Saved(*map(_readable, tensors), lse, dlse), gradients, cu_seqlens_q, cu_seqlens_k)
+            launch(Saved(*map(readable, tensors), lse, dlse), gradients, cu_seqlens_q, cu_seqlens_k)
         return gradients
 
     def _differentiate_algorithm(self, problem: Problem, config: Any, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
@@ -507,7 +507,7 @@ def is_unreadable(tensor: Tensor) -> bool:
     return last != 1 or any(stride * tensor.itemsize % ALIGNMENT for stride in strides)
 
 
-def _readable(tensor: Tensor) -> Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it that the kernels can read."""
     if is_unreadable(tensor) or tensor.data_ptr() % ALIGNMENT:
         return tensor.clone(memory_format=CONTIGUOUS)
