@@ -51,6 +51,7 @@ from fa3.config import KV_BLOCK, Q_BLOCK
 from fa_common.compile import KernelKey, load
 from fa_common.generation import readable
 from fa_common.tiles import DTYPES, fake_lengths
+from fa_common.warp_tiles import thread_index_anew
 
 TILE, HALF = KV_BLOCK, Q_BLOCK  # rows
 ROW_STEP = 32  # from one row of a thread to its next: with 32 n threads a CTA, whatever n
@@ -325,18 +326,18 @@ class Quantize:
         """Which CTA of the tile this is."""
         return cute.arch.block_idx()[0] % self.cluster_size
 
-    def row(self, half: int, i: int) -> Int32:
-        """This thread's i-th row of this CTA's `half`, counted in the tile."""
-        return (half + self.rank) * HALF + i * ROW_STEP + cute.arch.thread_idx()[0] // self.num_pieces
+    def row(self, thread: Int32, half: int, i: int) -> Int32:
+        """A thread's i-th row of this CTA's `half`, counted in the tile."""
+        return (half + self.rank) * HALF + i * ROW_STEP + thread // self.num_pieces
 
-    def pieces(self, tensors: tuple, tile: Tile) -> cute.Tensor:
-        """This thread's columns of its rows in the one of three tensors that the tile is of, (PIECE, rows of a half,
+    def pieces(self, tensors: tuple, tile: Tile, thread: Int32) -> cute.Tensor:
+        """A thread's columns of its rows in the one of three tensors that the tile is of, (PIECE, rows of a half,
         halves)."""
         mT = chosen(tile.tensor, *tensors)
-        row = tile.first_row + self.row(0, 0)
+        row = tile.first_row + self.row(thread, 0, 0)
         row_stride = mT.stride[-3]
         gT = mT[row, tile.head, None] if cute.rank(mT) == 3 else mT[tile.batch, row, tile.head, None]
-        gT = gT.iterator + cute.arch.thread_idx()[0] % self.num_pieces * PIECE
+        gT = gT.iterator + thread % self.num_pieces * PIECE
         return cute.make_tensor(
             gT,
             cute.make_layout(
@@ -349,10 +350,11 @@ class Quantize:
         """This thread's pieces; 0 past the sequence's end. All loads are issued before the first value is used."""
         rX = cute.make_rmem_tensor((PIECE, ROWS_OF_HALF, self.num_halves), self.dtype)
         rX.fill(0)
-        gX = self.pieces(inputs, tile)
+        thread = cute.arch.thread_idx()[0]
+        gX = self.pieces(inputs, tile, thread)
         for half in cutlass.range_constexpr(self.num_halves):
             for i in cutlass.range_constexpr(ROWS_OF_HALF):
-                if self.row(half, i) < tile.num_rows:
+                if self.row(thread, half, i) < tile.num_rows:
                     cute.autovec_copy(vector(gX[None, i, half]), rX[None, i, half])
         # For the compiler: no load moves across, down to where its values are used.
         cute.arch.sync_warp()
@@ -474,7 +476,8 @@ class Quantize:
     @cute.jit
     def store(self, values: cute.Tensor, amaxes: tuple, outputs: tuple, tile: Tile):
         """Divides by the scale, rounds to e4m3, and writes the rows that exist."""
-        gX8 = self.pieces(outputs, tile)
+        thread = thread_index_anew()  # without: its rows wait in registers, and 8 B spill at head_dim 48
+        gX8 = self.pieces(outputs, tile, thread)
         for half in cutlass.range_constexpr(self.num_halves):
             scale = scale_of(amaxes[half])
             reciprocal = reciprocal_of(scale)
@@ -484,7 +487,7 @@ class Quantize:
                     quotients[c] = divide(values[c, i, half], scale, reciprocal)
                 rX8 = cute.make_rmem_tensor(PIECE, Float8E4M3FN)
                 rX8.store(quotients.load().to(Float8E4M3FN))
-                if self.row(half, i) < tile.num_rows:
+                if self.row(thread, half, i) < tile.num_rows:
                     cute.autovec_copy(rX8, vector(gX8[None, i, half]))
 
     @cute.jit
