@@ -1,30 +1,42 @@
 """FA3 FP8: e4m3 values and their scales from 16-bit (or fp32) Q, K and V, rotated on the way, in one pass over HBM.
 
-A block of rows of one head shares a scale, amax / 448, so whoever converts it needs its maximum first. A CTA therefore
-keeps a tile of 128 rows in registers between the two: one block of K or V, two halves that are a block each of Q.
+A block of rows of one head shares a scale, amax / 448, so whoever converts it needs its maximum first. Until then its
+values stay in registers: those of a tile of 128 rows, one block of K or V, two halves that are a block each of Q.
 
     HBM -> load -> rotate (Q, K) -> maximum -> store -> HBM        2 bytes an element in, 1 out, with scales="block"
     HBM -> load -> rotate (Q, K) -> maximum -> amax                one scale for a head or a tensor: two launches,
     HBM -> load -> rotate (Q, K) -> amax -> store -> HBM           twice "in"
 
-A thread has 16 columns (a piece: 16 bytes of e4m3) of 4 rows that lie 32 apart. A row of head_dim = 16 n takes n
-threads and a CTA 32 n, so every head_dim that is a multiple of 16 keeps every thread busy. head_dim 128:
+A thread has 4 pieces of 16 columns (16 bytes of e4m3). Rotated, as many of one row as it can. head_dim 256:
 
-    thread   0        1        2   ..   7        8        9   ..           lanes 0 to 7 share row 0, lanes 8 to 15
-    row 0    0..15    16..31   ..       112..127                           row 1; a warp has 4 rows, 8 warps have 32.
-    row 1                                        0..15    16..31 ..        Then rows 32 to 63, 64 to 95, 96 to 127.
+    columns   0..15   16..31   32..47   48..63   64..79   80..95   ..  240..255
+    row 0     t 0     t 1      t 2      t 3      t 0      t 1      ..  t 3          a warp has 8 rows,
+    row 1     t 4     t 5      t 6      t 7      t 4      t 5      ..  t 7          8 warps the CTA's 64
 
-Rotate is the Hadamard transform, butterfly by butterfly: the four lowest bits of the column lie within a thread, the
-others are bits of the lane, so the partner is one shuffle away. A head_dim of m * 2^p is m transforms of length 2^p;
-2^p divides 16 n, so its threads are neighbours in one warp. The factor 2^(-p/2) that makes it orthonormal is left to
-the descale, which costs nothing.
+Rotate is the Hadamard transform, butterfly by butterfly, one for each bit of the column:
 
-    head_dim     CTAs of a tile   a thread's values   its registers   an SM's CTAs, their loads in flight
-    up to 128    1                64, in fp32         80              3 of 256 threads (head_dim 128), 96 KiB
-    up to 256    2, a cluster     32, in fp32         64              2 of 512 threads (head_dim 256), 64 KiB
+    bits 0 to 3   within a piece     registers
+    bits 4, 5     between threads    the partner is a lane of the same warp: one shuffle a value
+    bits 6, 7     between pieces     registers; with one piece of four rows each they would be two shuffles more
 
-One CTA with a whole tile of head_dim 256 would fill its SM, whose loads would then wait for the stores before. Of the
-two, each has 64 rows, and writes its warps' maxima to both. Shared memory holds nothing but those maxima.
+A head_dim of m * 2^p is m transforms of length 2^p, whose threads are neighbours; a thread has no pieces of two. The
+factor 2^(-p/2) that makes it orthonormal is left to the descale, which costs nothing. Without rotation a thread has one
+piece of each of its rows, and a warp reads whole rows.
+
+    head_dim       CTAs of a tile   a thread's values   its registers   an SM's CTAs, their loads in flight
+    up to 128      1                64, in fp32         80              3 of 256 threads (head_dim 128), 96 KiB
+    up to 256      2                64, in fp32         80              3 of 256 threads (head_dim 256), 96 KiB
+    144, 176, ..   2                32, in fp32         64              3 of 288 threads (head_dim 144), 54 KiB
+
+The last are the odd multiples of 16 beyond 128, whose 64 rows make no whole warps of four pieces a thread.
+
+Two CTAs of a tile, 64 rows each, are a cluster if they need one maximum, that of a block. Each writes its own to the
+other's shared memory, and the write itself completes the mbarrier there:
+
+    warp 0          open mailbox, arrive > load > rotate > maxima | wait, send > receive > store
+    other warps                   arrive > load > rotate > maxima |              receive > store
+
+    | waits for this CTA's warps, wait for the other CTA's arrival, receive for its number. No wait for Q.
 
 One launch for Q, K and V: short sequences are bound by launches, and long ones lose nothing, since the CTAs take the
 tensors one after the other. Which one is its own a CTA learns from its number, and selects address and strides.
@@ -34,6 +46,7 @@ are, where the Hadamard factor is a power of two; elsewhere its rounding shows. 
 scale and of all the values that share it.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +55,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import torch
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Uint16, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
@@ -54,15 +67,14 @@ from fa_common.tiles import DTYPES, fake_lengths
 from fa_common.warp_tiles import thread_index_anew
 
 TILE, HALF = KV_BLOCK, Q_BLOCK  # rows
-ROW_STEP = 32  # from one row of a thread to its next: with 32 n threads a CTA, whatever n
-ROWS_OF_HALF = HALF // ROW_STEP  # a thread's
-PIECE = 16  # columns of a thread: 16 bytes of e4m3
+PIECE = 16  # columns: 16 bytes of e4m3
+PIECES_OF_THREAD = 4  # half as many where that makes no whole warps
 MAX_HEAD_DIM_OF_CTA = 128  # beyond, two CTAs share a tile
-REGISTERS = {2: 80, 1: 64}  # a thread's, by the halves of a tile that it has a part of; fp32 takes 16 more
+REGISTERS = {4: 80, 2: 64}  # a thread's, by its pieces; fp32 takes 16 more
 LANES, SM_QUARTERS, QUARTER_REGISTERS = 32, 4, 16_384  # a warp's registers are all in one quarter of an SM
-SHARED_MEMORY_PERCENT = 12  # of 228 KiB: 24 CTAs' 1 KiB, head_dim 16, and some
+SHARED_MEMORY_PERCENT = 12  # of 228 KiB: 24 CTAs' 1 KiB, at head_dim 16, their signs and maxima
 INPUT_DTYPES = DTYPES | {"float32": Float32}
-SIGN_BITS = {16: 0x80008000, 32: 0x80000000}  # of 32 bits that hold elements so wide
+SIGN_WORDS = {16: Uint16, 32: Uint32}
 Q, K, V = range(3)  # tensors, in the order of their tiles
 
 
@@ -218,13 +230,25 @@ class Quantize:
         self.dtype = INPUT_DTYPES[key.dtype]
         self.stage, self.hadamard = key.config.stage, key.config.hadamard
         self.num_pieces = key.head_dim // PIECE  # of a row
-        self.num_threads = self.num_pieces * ROW_STEP
-        self.num_warps = self.num_threads // LANES
-        self.cluster_size = 1 if key.head_dim <= MAX_HEAD_DIM_OF_CTA else 2
-        self.num_halves = 2 // self.cluster_size  # of a tile that a CTA has
-        registers = REGISTERS[self.num_halves] + (16 if self.dtype.width == 32 else 0)
-        self.ctas_of_sm = QUARTER_REGISTERS // (registers * LANES) * SM_QUARTERS // self.num_warps
         self.transform = key.head_dim & -key.head_dim  # its length, the largest power of two that divides head_dim
+        self.ctas_of_tile = 1 if key.head_dim <= MAX_HEAD_DIM_OF_CTA else 2
+        self.shares_maximum = self.ctas_of_tile == 2 and self.stage == "block"
+        self.num_halves = 2 // self.ctas_of_tile  # of a tile that a CTA has
+        pieces = self.num_halves * HALF * self.num_pieces  # the CTA's
+        pieces_of_thread = PIECES_OF_THREAD
+        if pieces % (pieces_of_thread * LANES):
+            pieces_of_thread //= 2
+        self.num_threads = pieces // pieces_of_thread
+        self.num_warps = self.num_threads // LANES
+        # A thread's pieces of one row: with rotation all of a half that are in one run of the transform.
+        most = pieces_of_thread // self.num_halves
+        self.pieces_of_row = min(most, self.transform // PIECE) if self.hadamard else 1
+        self.rows_of_half = most // self.pieces_of_row
+        self.shape = (PIECE, self.pieces_of_row, self.rows_of_half, self.num_halves)  # of a thread's values
+        self.threads_of_row = self.num_pieces // self.pieces_of_row
+        self.lanes = self.transform // PIECE // self.pieces_of_row  # that have a run of the transform
+        registers = REGISTERS[pieces_of_thread] + (16 if self.dtype.width == 32 else 0)
+        self.ctas_of_sm = QUARTER_REGISTERS // (registers * LANES) * SM_QUARTERS // self.num_warps
 
     @cute.jit
     def __call__(
@@ -260,13 +284,13 @@ class Quantize:
             (cu_seqlens_q, cu_seqlens_k),
             (tiles_q, tiles_k),
         ).launch(
-            grid=(num_tiles * self.cluster_size, 1, 1),
+            grid=(num_tiles * self.ctas_of_tile, 1, 1),
             block=[self.num_threads, 1, 1],
-            cluster=(self.cluster_size, 1, 1),
+            cluster=(2 if self.shares_maximum else 1, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.ctas_of_sm,
-            # Percent, of which each CTA takes 1 KiB. The rest is L1: it has the second half of each sector of 32 bytes
-            # that a thread's two loads ask for. Unsaid, the DSL asks a GPU.
+            # Percent, of which each CTA takes 1 KiB and some. The rest is L1: it has the second half of each sector of
+            # 32 bytes that a thread's two loads ask for. Unsaid, the DSL asks a GPU.
             preferred_smem_carveout=SHARED_MEMORY_PERCENT,
         )
 
@@ -282,15 +306,13 @@ class Quantize:
         inputs, outputs, descales = tensors
         tile = self.tile(inputs, cu_seqlens, num_tiles, descales[0].shape[0])
         if tile.num_rows > 0:
-            if const_expr(self.cluster_size == 2 and self.stage != "scale"):
-                # To the other CTA: this one has started.
-                cute.arch.cluster_arrive_relaxed()
+            mailbox = self.open_mailbox() if const_expr(self.shares_maximum) else None
             rX = self.load(inputs, tile)
-            values = self.rotate(rX, mSigns, tile)
+            values, largest = self.rotate(rX, mSigns, tile)
             if const_expr(self.stage == "maximum"):
-                self.raise_amax(values, mAmax, tile)
+                self.raise_amax(largest, mAmax, tile)
             else:
-                amaxes = self.amaxes(values, mAmax, tile)
+                amaxes = self.amaxes(largest, mAmax, mailbox, tile)
                 # First what needs most of `tile`: the values have most of the registers until they are stored.
                 self.store_descales(amaxes, descales, tile)
                 self.store(values, amaxes, outputs, tile)
@@ -305,7 +327,7 @@ class Quantize:
         """This CTA's tile. Those of Q come first, then K's, then V's; heads next to each other, whose rows are too."""
         mQ, mK, _ = inputs
         (tiles_q, tiles_k), heads_kv = num_tiles, mK.shape[-2]
-        number = cute.arch.block_idx()[0] // self.cluster_size
+        number = cute.arch.block_idx()[0] // self.ctas_of_tile
         tiles_of_q, tiles_of_k = batch * mQ.shape[-2] * tiles_q, batch * heads_kv * tiles_k
         tensor = Int32(number >= tiles_of_q) + Int32(number >= tiles_of_q + tiles_of_k)
         number -= pick(tensor, Int32(0), tiles_of_q, tiles_of_q + tiles_of_k)
@@ -324,76 +346,113 @@ class Quantize:
     @property
     def rank(self) -> Int32:
         """Which CTA of the tile this is."""
-        return cute.arch.block_idx()[0] % self.cluster_size
+        return cute.arch.block_idx()[0] % self.ctas_of_tile
 
     def row(self, thread: Int32, half: int, i: int) -> Int32:
         """A thread's i-th row of this CTA's `half`, counted in the tile."""
-        return (half + self.rank) * HALF + i * ROW_STEP + thread // self.num_pieces
+        return (half + self.rank) * HALF + i * (HALF // self.rows_of_half) + thread // self.threads_of_row
+
+    def column(self, thread: Int32) -> Int32:
+        """The first of a thread's columns; its next piece lies self.lanes pieces further, behind other threads'."""
+        thread = thread % self.threads_of_row
+        run, lane = thread // self.lanes, thread % self.lanes
+        return (run * (self.transform // PIECE) + lane) * PIECE
 
     def pieces(self, tensors: tuple, tile: Tile, thread: Int32) -> cute.Tensor:
-        """A thread's columns of its rows in the one of three tensors that the tile is of, (PIECE, rows of a half,
-        halves)."""
+        """A thread's columns of its rows in the one of three tensors that the tile is of, like self.shape."""
         mT = chosen(tile.tensor, *tensors)
         row = tile.first_row + self.row(thread, 0, 0)
         row_stride = mT.stride[-3]
         gT = mT[row, tile.head, None] if cute.rank(mT) == 3 else mT[tile.batch, row, tile.head, None]
-        gT = gT.iterator + thread % self.num_pieces * PIECE
-        return cute.make_tensor(
-            gT,
-            cute.make_layout(
-                (PIECE, ROWS_OF_HALF, self.num_halves), stride=(1, row_stride * ROW_STEP, row_stride * HALF)
-            ),
-        )
+        strides = 1, self.lanes * PIECE, row_stride * (HALF // self.rows_of_half), row_stride * HALF
+        return cute.make_tensor(gT.iterator + self.column(thread), cute.make_layout(self.shape, stride=strides))
 
     @cute.jit
     def load(self, inputs: tuple, tile: Tile) -> cute.Tensor:
         """This thread's pieces; 0 past the sequence's end. All loads are issued before the first value is used."""
-        rX = cute.make_rmem_tensor((PIECE, ROWS_OF_HALF, self.num_halves), self.dtype)
+        rX = cute.make_rmem_tensor(self.shape, self.dtype)
         rX.fill(0)
         thread = cute.arch.thread_idx()[0]
         gX = self.pieces(inputs, tile, thread)
         for half in cutlass.range_constexpr(self.num_halves):
-            for i in cutlass.range_constexpr(ROWS_OF_HALF):
+            for i in cutlass.range_constexpr(self.rows_of_half):
                 if self.row(thread, half, i) < tile.num_rows:
-                    cute.autovec_copy(vector(gX[None, i, half]), rX[None, i, half])
+                    for j in cutlass.range_constexpr(self.pieces_of_row):
+                        cute.autovec_copy(vector(gX[None, j, i, half]), rX[None, j, i, half])
         # For the compiler: no load moves across, down to where its values are used.
         cute.arch.sync_warp()
         return rX
 
     @cute.jit
-    def rotate(self, rX: cute.Tensor, mSigns: cute.Tensor | None, tile: Tile) -> cute.Tensor:
-        """The values in fp32; those of Q and K times signs, and Hadamard transformed but for the factor."""
+    def rotate(self, rX: cute.Tensor, mSigns: cute.Tensor | None, tile: Tile) -> tuple:
+        """The values in fp32; those of Q and K times signs, and Hadamard transformed but for the factor. And max |x| of
+        this thread's part of each half."""
         values = cute.make_rmem_tensor(rX.shape, Float32)
+        largest = cute.make_rmem_tensor(self.num_halves, Float32)
+        # For the compiler: stage "maximum", which keeps no values, looks for the largest in each branch, the others
+        # behind both. The other way around 8 B spill, at head_dim 128 and at 192.
+        looks_in_branches = self.hadamard and self.stage == "maximum"
         if const_expr(self.hadamard):
             if tile.tensor == V:
                 values.store(rX.load().to(Float32))
+                if const_expr(looks_in_branches):
+                    self.find_largest(values, largest)
             else:
-                signs = self.sign_bits(mSigns)
+                sSigns = self.sign_bits(mSigns)
+                for j in cutlass.range_constexpr(self.pieces_of_row):
+                    signs = self.signs_of_piece(sSigns, j)
+                    for half in cutlass.range_constexpr(self.num_halves):
+                        for i in cutlass.range_constexpr(self.rows_of_half):
+                            x, rotated = rX[None, j, i, half], values[None, j, i, half]
+                            self.flip(x, signs)
+                            rotated.store(x.load().to(Float32))
+                            self.transform_piece(rotated)
+                            # For the compiler: one piece after the other. At once, in 80 registers, they would spill.
+                            cute.arch.sync_warp()
                 for half in cutlass.range_constexpr(self.num_halves):
-                    for i in cutlass.range_constexpr(ROWS_OF_HALF):
-                        x, rotated = rX[None, i, half], values[None, i, half]
-                        self.flip(x, signs)
-                        rotated.store(x.load().to(Float32))
-                        self.transform_piece(rotated)
-                        # For the compiler: one piece after the other. At once, in 80 registers, they would spill.
-                        cute.arch.sync_warp()
+                    for i in cutlass.range_constexpr(self.rows_of_half):
+                        self.transform_row(values[None, None, i, half])
+                if const_expr(looks_in_branches):
+                    self.find_largest(values, largest)
         else:
             values.store(rX.load().to(Float32))
-        return values
+        if const_expr(self.stage != "scale" and not looks_in_branches):
+            self.find_largest(values, largest)
+        return values, largest
+
+    def find_largest(self, values: cute.Tensor, largest: cute.Tensor):
+        """max |x| of this thread's part of each half."""
+        for half in range(self.num_halves):
+            x = Float32(0.0)
+            for i in range(self.rows_of_half):
+                for j in range(self.pieces_of_row):
+                    x = cute.math.absf(values[None, j, i, half].load()).reduce(cute.ReductionOp.MAX, x, 0)
+            largest[half] = x
 
     @cute.jit
     def sign_bits(self, mSigns: cute.Tensor) -> cute.Tensor:
-        """The signs of this thread's columns, as words that flip those of a piece."""
-        column = cute.arch.thread_idx()[0] % self.num_pieces * PIECE
-        signs = cute.make_rmem_tensor(PIECE, Float32)
-        gSigns = cute.make_ptr(Float32, (mSigns.iterator + column).toint(), cute.AddressSpace.gmem, assumed_align=16)
-        cute.autovec_copy(cute.make_tensor(gSigns, cute.make_layout(PIECE)), signs)
-        as_elements = cute.make_rmem_tensor(PIECE, self.dtype)
-        as_elements.store(signs.load().to(self.dtype))
-        words = cute.recast_tensor(as_elements, Uint32)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = words[i] & Uint32(SIGN_BITS[self.dtype.width])
-        return words
+        """The sign bit of each column, as wide as an element, in shared memory."""
+        word, thread = SIGN_WORDS[self.dtype.width], cute.arch.thread_idx()[0]
+        layout = cute.make_layout(self.num_pieces * PIECE)
+        sSigns = cutlass.memory.SmemAllocator().allocate_tensor(word, layout, byte_alignment=16)
+        if thread < self.num_pieces * PIECE:
+            sSigns[thread] = word(mSigns[thread].bitcast(Uint32) >> (32 - self.dtype.width)) & word(
+                1 << (self.dtype.width - 1)
+            )
+        # Every thread has written its column's.
+        cute.arch.sync_threads()
+        return sSigns
+
+    @cute.jit
+    def signs_of_piece(self, sSigns: cute.Tensor, j: int) -> cute.Tensor:
+        """Words that flip the signs of this thread's j-th piece of a row."""
+        signs = cute.make_rmem_tensor(PIECE, sSigns.element_type)
+        column = self.column(cute.arch.thread_idx()[0]) + j * self.lanes * PIECE
+        source = cute.make_ptr(
+            sSigns.element_type, (sSigns.iterator + column).toint(), cute.AddressSpace.smem, assumed_align=16
+        )
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PIECE)), signs)
+        return cute.recast_tensor(signs, Uint32)
 
     @cute.jit
     def flip(self, x: cute.Tensor, signs: cute.Tensor):
@@ -410,64 +469,90 @@ class Quantize:
                 if const_expr(not i >> bit & 1):
                     a, b = x[i], x[i + (1 << bit)]
                     x[i], x[i + (1 << bit)] = a + b, a - b
-        for bit in cutlass.range_constexpr(int(math.log2(self.transform // PIECE))):
+        for bit in cutlass.range_constexpr(int(math.log2(self.lanes))):
             # The partner's is a where this lane's is b.
             own = Float32(1 - 2 * (cute.arch.lane_idx() >> bit & 1))
             for i in cutlass.range_constexpr(PIECE):
                 x[i] = cute.math.fma(x[i], own, cute.arch.shuffle_sync_bfly(x[i], offset=1 << bit))
 
     @cute.jit
-    def maxima(self, values: cute.Tensor) -> tuple:
-        """max |x| of both halves of the tile, as bits, which for numbers that are not negative have the numbers' order;
-        NaN is the largest."""
-        layout = cute.make_layout((self.num_warps, 2))
+    def transform_row(self, x: cute.Tensor):
+        """The transform's last steps, between a thread's pieces of one row."""
+        for bit in cutlass.range_constexpr(int(math.log2(self.pieces_of_row))):
+            for j in cutlass.range_constexpr(self.pieces_of_row):
+                if const_expr(not j >> bit & 1):
+                    for i in cutlass.range_constexpr(PIECE):
+                        a, b = x[i, j], x[i, j + (1 << bit)]
+                        x[i, j], x[i, j + (1 << bit)] = a + b, a - b
+
+    @cute.jit
+    def maxima(self, largest: cute.Tensor) -> tuple:
+        """max |x| of each of this CTA's halves, as bits, which for numbers that are not negative have the numbers'
+        order; NaN is the largest."""
+        layout = cute.make_layout((self.num_warps, self.num_halves))
         sMax = cutlass.memory.SmemAllocator().allocate_tensor(Int32, layout, byte_alignment=16)
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-        if const_expr(self.cluster_size == 2):
-            # The other CTA has started, so that its shared memory may be written.
-            cute.arch.cluster_wait()
         for half in cutlass.range_constexpr(self.num_halves):
-            largest = Float32(0.0)
-            for i in cutlass.range_constexpr(ROWS_OF_HALF):
-                largest = cute.math.absf(values[None, i, half].load()).reduce(cute.ReductionOp.MAX, largest, 0)
-            largest = cute.arch.warp_redux_sync(Float32(largest).bitcast(Int32), "max")
-            # Lane i writes to CTA i of the cluster.
-            if lane < self.cluster_size:
-                place = sMax[warp, None].iterator + (half + self.rank) * self.num_warps
-                if const_expr(self.cluster_size == 2):
-                    there = cute.arch.map_dsmem_ptr(place, lane).toint()
-                    place = cute.make_ptr(Int32, there, cute.AddressSpace.smem, assumed_align=4)
-                cute.arch.store(place, largest, ss="cta" if self.cluster_size == 1 else "cluster")
-        # Every warp of the tile has written its maxima, here and in the other CTA.
-        if const_expr(self.cluster_size == 2):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-        found = (sMax[cutlass.min(lane, self.num_warps - 1), half] for half in range(2))
+            found = cute.arch.warp_redux_sync(Float32(largest[half]).bitcast(Int32), "max")
+            if lane == 0:
+                sMax[warp, half] = found
+        # Every warp has written its maxima before any reads them all. It has also seen the mailbox's barrier made.
+        cute.arch.sync_threads()
+        found = (sMax[cutlass.min(lane, self.num_warps - 1), half] for half in range(self.num_halves))
         return tuple(cute.arch.warp_redux_sync(x, "max") for x in found)
 
     @cute.jit
-    def raise_amax(self, values: cute.Tensor, mAmax: cute.Tensor, tile: Tile):
-        """Stage "maximum": the tile's goes to its head, or tensor."""
-        first, second = self.maxima(values)
-        if (cute.arch.thread_idx()[0] == 0) & (self.rank == 0):
-            amax = mAmax.iterator + cute.crd2idx((tile.tensor, tile.batch, tile.scale_head), mAmax.layout)
-            amax = cute.recast_ptr(amax, dtype=Int32)
-            cute.arch.red(amax, cutlass.max(first, second), op="max", dtype="s32", sem="relaxed", scope="gpu")
+    def open_mailbox(self) -> tuple:
+        """Where the other CTA of the tile is to write its maximum: the number, and the mbarrier that tells of it. On
+        that arrive thread 0, here, and the 4 bytes."""
+        allocator = cutlass.memory.SmemAllocator()
+        barrier = allocator.allocate_array(cutlass.Int64, 1)
+        number = allocator.allocate_array(Int32, 1)
+        if cute.arch.thread_idx()[0] == 0:
+            cute.arch.mbarrier_init(barrier, 1)
+            # The other CTA, once it knows of this one's arrival below, finds the barrier made.
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4)
+        # To the other CTA's warp 0, which waits in `exchange`: this CTA runs, and its barrier is made. Relaxed: the
+        # fence has ordered the one write that matters; a release would be a MEMBAR.ALL.GPU in every warp.
+        cute.arch.cluster_arrive_relaxed()
+        return number, barrier
 
     @cute.jit
-    def amaxes(self, values: cute.Tensor, mAmax: cute.Tensor | None, tile: Tile) -> tuple:
+    def exchange(self, own: Int32, mailbox: tuple) -> Int32:
+        """The larger of this CTA's number and the other's."""
+        number, barrier = mailbox
+        if cute.arch.warp_idx() == 0:
+            # The other CTA has arrived in `open_mailbox`: its shared memory may be written. The others need not wait.
+            cute.arch.cluster_wait()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.store_async_dsmem(number, own, barrier, self.rank ^ 1)
+        # The other CTA has written its number here. It also keeps this CTA, and with it the mailbox, until then.
+        cute.arch.mbarrier_wait(barrier, 0)
+        return cutlass.max(own, number.load())
+
+    @cute.jit
+    def raise_amax(self, largest: cute.Tensor, mAmax: cute.Tensor, tile: Tile):
+        """Stage "maximum": this CTA's goes to its head, or tensor."""
+        found = functools.reduce(cutlass.max, self.maxima(largest))
+        if cute.arch.thread_idx()[0] == 0:
+            amax = mAmax.iterator + cute.crd2idx((tile.tensor, tile.batch, tile.scale_head), mAmax.layout)
+            amax = cute.recast_ptr(amax, dtype=Int32)
+            cute.arch.red(amax, found, op="max", dtype="s32", sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def amaxes(self, largest: cute.Tensor, mAmax: cute.Tensor | None, mailbox: tuple | None, tile: Tile) -> tuple:
         """The maximum under which each of this CTA's halves is scaled."""
         if const_expr(self.stage == "scale"):
             return self.given_amaxes(mAmax, tile)
-        first, second = self.maxima(values)
+        found = self.maxima(largest)
         if tile.tensor != Q:
-            first = cutlass.max(first, second)
-            second = first
-        if const_expr(self.cluster_size == 2):
-            return ((first if self.rank == 0 else second).bitcast(Float32),)
-        return first.bitcast(Float32), second.bitcast(Float32)
+            # One block: of both halves here, or of this CTA's and the other's.
+            largest_of_block = functools.reduce(cutlass.max, found)
+            if const_expr(self.shares_maximum):
+                largest_of_block = self.exchange(largest_of_block, mailbox)
+            found = (largest_of_block,) * self.num_halves
+        return tuple(x.bitcast(Float32) for x in found)
 
     def given_amaxes(self, mAmax: cute.Tensor, tile: Tile) -> tuple:
         """What stage "maximum" found."""
@@ -481,14 +566,15 @@ class Quantize:
         for half in cutlass.range_constexpr(self.num_halves):
             scale = scale_of(amaxes[half])
             reciprocal = reciprocal_of(scale)
-            for i in cutlass.range_constexpr(ROWS_OF_HALF):
-                quotients = cute.make_rmem_tensor(PIECE, Float32)
-                for c in cutlass.range_constexpr(PIECE):
-                    quotients[c] = divide(values[c, i, half], scale, reciprocal)
-                rX8 = cute.make_rmem_tensor(PIECE, Float8E4M3FN)
-                rX8.store(quotients.load().to(Float8E4M3FN))
-                if self.row(thread, half, i) < tile.num_rows:
-                    cute.autovec_copy(rX8, vector(gX8[None, i, half]))
+            for i in cutlass.range_constexpr(self.rows_of_half):
+                for j in cutlass.range_constexpr(self.pieces_of_row):
+                    quotients = cute.make_rmem_tensor(PIECE, Float32)
+                    for c in cutlass.range_constexpr(PIECE):
+                        quotients[c] = divide(values[c, j, i, half], scale, reciprocal)
+                    rX8 = cute.make_rmem_tensor(PIECE, Float8E4M3FN)
+                    rX8.store(quotients.load().to(Float8E4M3FN))
+                    if self.row(thread, half, i) < tile.num_rows:
+                        cute.autovec_copy(rX8, vector(gX8[None, j, i, half]))
 
     @cute.jit
     def store_descales(self, amaxes: tuple, descales: tuple, tile: Tile):

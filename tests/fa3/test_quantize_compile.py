@@ -1,8 +1,10 @@
 """Every way to quantise compiles for sm_90a, spills nothing, and leaves room for the CTAs that hide its latency."""
 
+import math
+
 import pytest
 
-from fa3.quantize import Quantize, QuantizeConfig, build_quantize
+from fa3.quantize import PIECE, Quantize, QuantizeConfig, build_quantize
 from fa_common.compile import KernelKey
 from fa_common.report import SHARED_MEMORY_LIMIT, report
 
@@ -26,11 +28,14 @@ KERNELS = [
     (256, "block", True, "bfloat16", "dense"),
     (256, "block", True, "float32", "packed"),
     (256, "scale", True, "bfloat16", "dense"),
-    # Those that spilled while a thread kept its rows' numbers beside its values.
+    # Those that have spilled: values, and beside them a row's numbers, or the largest, where it is not needed yet.
     (48, "block", False, "bfloat16", "dense"),
     (48, "block", True, "bfloat16", "dense"),
     (96, "block", False, "bfloat16", "dense"),
     (112, "block", True, "bfloat16", "dense"),
+    (192, "block", True, "bfloat16", "dense"),
+    (224, "block", False, "bfloat16", "packed"),
+    (224, "block", False, "float16", "packed"),
 ]
 
 
@@ -46,12 +51,16 @@ def test_kernel(head_dim: int, stage: str, hadamard: bool, dtype: str, sequences
     device = Quantize(key)
     assert kernel.registers * device.num_threads * device.ctas_of_sm <= REGISTERS_OF_SM
 
-    # Four rows of a thread, or two of a CTA of a pair; 16 bytes a load and a store.
-    rows = 2 * device.num_halves
-    loads, stores = rows * (4 if dtype == "float32" else 2), 0 if stage == "maximum" else rows
+    pieces = math.prod(device.shape[1:])  # of a thread, 16 bytes a load and a store
+    assert pieces == (2 if head_dim > 128 and head_dim % 32 else 4)
+    loads, stores = pieces * (4 if dtype == "float32" else 2), 0 if stage == "maximum" else pieces
     assert kernel.instructions["LDG"] >= loads
     assert kernel.instructions["STG"] >= stores
-    butterflies = (head_dim & -head_dim).bit_length() - 5 if hadamard else 0  # those between lanes
-    assert kernel.instructions["SHFL"] == butterflies * rows * 16
+    # Of the butterflies between pieces of a row those between lanes; the others need no shuffle.
+    between_lanes = ((head_dim & -head_dim) // PIECE // device.pieces_of_row).bit_length() - 1 if hadamard else 0
+    assert kernel.instructions["SHFL"] == between_lanes * pieces * PIECE
+    # The CTAs of a tile wait for each other only where they share a maximum, and never for what is in flight.
+    assert kernel.instructions["UCGABAR_WAIT"] == device.shares_maximum == (head_dim > 128 and stage == "block")
+    assert not kernel.instructions["MEMBAR"]
     # A division is three instructions: none calls a function.
     assert not kernel.instructions["CALL"]
