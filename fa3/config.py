@@ -45,6 +45,9 @@ class Config:
     overlap_gemm_softmax: bool = switch("GEMM-softmax overlap", "FA3 3.2")
     p_in_registers: bool = switch("P in registers", "FA3 code")  # else P V reads P from shared memory
     lazy_rescale: bool = switch("lazy rescale", "FA4")  # of O, only once P would outgrow 2^8
+    optimistic_exp: bool = switch(
+        "optimistic exponentials", "here", requires=("lazy_rescale",)
+    )  # under the maximum so far, checked afterwards
     polynomial_exp: bool = switch("polynomial exponentials", "FA4", default=False)  # a quarter, off the MUFU pipe
     persistent: bool = switch("persistent CTAs", "FA3 code", requires=("warp_specialized",))
     epilogue_overlap: bool = switch("epilogue overlap", "FA3 code", requires=("persistent",))  # O has its own memory
@@ -133,9 +136,9 @@ def check_fp8_config(config: Config) -> None:
     for name in ("cluster", "pack_gqa"):
         if getattr(config, name):
             raise ValueError(f"the FP8 kernel needs {name}=False; got {name}=True")
-    if config.tile_n not in (64, 128):
+    if config.tile_n not in (64, 96, 128):
         raise ValueError(
-            f"the FP8 kernel needs tile_n 64 or 128 (a block with one scale, or half); got {config.tile_n}"
+            f"the FP8 kernel needs tile_n 64, 96 or 128 (parts of 32 keys share a scale, up to 128); got {config.tile_n}"
         )
     if config.stages < 2:
         raise ValueError(f"the FP8 kernel needs 2 stages or more (one to load, one to turn); got {config.stages}")

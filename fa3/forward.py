@@ -58,7 +58,7 @@ from fa3.loads import (
 )
 from fa3.products import ROWS, Products
 from fa3.scheduler import NO_TILE, NUM_PLACES, Facts, Tile, Work, grid_size
-from fa3.softmax import BlockScales, OnlineSoftmax, rescale_rows
+from fa3.softmax import KeyScales, OnlineSoftmax, parts, rescale_rows
 from fa3.sync import (
     PRODUCER_WARP,
     REGISTERS,
@@ -448,11 +448,10 @@ class Forward:
         share.gates.open_next()
         # Both products are done: S and O are readable, and the stages of K and V may be refilled.
         warpgroup.wait_group(0)
-        pipes.k.consumer_release(k_state)
         pipes.v.consumer_release(v_state)
         products.add_block()
         self.prepare_scores(n_block, share, products, masked, scales)
-        rescale, rises = softmax.of_block(scales).step(products.acc_S)
+        rescale, rises = self.exponentiate(share, products, softmax.of_block(scales), masked, k_state)
         products.round_scores()
         if rises:
             rescale_rows(products.acc_O, rescale)
@@ -482,9 +481,8 @@ class Forward:
         share.gates.open_next()
         # All but the newest product, P V, are done: S is readable and this stage of K may be refilled.
         warpgroup.wait_group(1)
-        pipes.k.consumer_release(k_state)
         self.prepare_scores(n_block, share, products, masked, scales)
-        rescale, rises = softmax.of_block(scales).step(products.acc_S)
+        rescale, rises = self.exponentiate(share, products, softmax.of_block(scales), masked, k_state)
         # This branch also holds the exponentials above the wait below; without it ptxas moves the wait up to the row
         # maxima, and nothing overlaps (docs/dsl-notes.md).
         if rises:
@@ -500,6 +498,19 @@ class Forward:
         v_state.advance()
         return k_state, v_state
 
+    def exponentiate(self, share: Share, products: Products, softmax: OnlineSoftmax, masked: bool, k_state) -> tuple:
+        """P of a block whose S is done; frees its stage of K. Returns as OnlineSoftmax.step.
+
+        With `optimistic_exp` only blocks that every query sees: of others some row may see its first key. A softcap has
+        bent the scores, which a second product would have to repeat.
+        """
+        if self.config.optimistic_exp and not masked and not self.softcap:
+            result = softmax.optimistic_step(products.acc_S, lambda: products.scores_again(k_state.index))
+            share.pipes.k.consumer_release(k_state)
+            return result
+        share.pipes.k.consumer_release(k_state)
+        return softmax.step(products.acc_S)
+
     @cute.jit
     def last_product(self, products: Products, pipes: Pipes, v_state):
         """O += P V of the first key block, whose scores the loop left as P."""
@@ -514,12 +525,13 @@ class Forward:
         return v_state
 
     @cute.jit
-    def prepare_scores(self, n_block: Int32, share: Share, products: Products, masked, scales: BlockScales | None):
+    def prepare_scores(self, n_block: Int32, share: Share, products: Products, masked, scales: tuple[KeyScales, ...] | None):
         """Softcap and mask: what stands between S = Q K^T and the softmax."""
         tile = share.tile
         if const_expr(self.softcap):
             scale = share.work.scale_tanh
-            cap_scores(products.acc_S, scale if const_expr(scales is None) else scale * scales.before_cap)
+            for part, S in enumerate(parts(products.acc_S, scales)):
+                cap_scores(S, scale if scales is None else scale * scales[part].before_cap)
         if masked:
             origin = (share.first_row, n_block * self.config.tile_n)
             seqlens = (tile.seqlen_q, tile.seqlen_k)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from fa3.config import KV_BLOCK, Q_BLOCK
@@ -29,10 +29,13 @@ from fa3.e4m3 import transpose_values
 from fa3.forward import Forward, Share
 from fa3.loads import Shared, TmaLoads
 from fa3.scheduler import NO_TILE, NUM_PLACES, Tile, Work
-from fa3.softmax import BlockScales
+from fa3.softmax import KeyScales
 from fa3.sync import PRODUCER_WARP, REGISTERS_TRANSPOSING, THREADS_PER_WARPGROUP, NamedBarrier, Pipes
 from fa_common.compile import KernelKey
 from fa_common.tiles import DTYPES, KeyBlocks, fake_lengths, fake_rows, fake_sequences
+
+
+SHARED = 32  # keys that share a scale whatever the tile
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,31 @@ class Descales:
     q: Float32
     k: cute.Tensor  # (blocks,) fp32, in global memory
     v: cute.Tensor
-    ahead: cute.Tensor  # (2,) fp32: those of K and V of the next block
+    ahead: cute.Tensor  # (2, 1 or 2) fp32: of K and of V, those of the next block's first and last key
     tile_n: int
 
     def load(self, n_block: Int32) -> None:
-        block = n_block * self.tile_n // KV_BLOCK
-        self.ahead[0], self.ahead[1] = self.k[block], self.v[block]
+        """Of a block that the loop comes to next."""
+        for i, blocks in enumerate(self.blocks_of(n_block)):
+            self.ahead[0, i], self.ahead[1, i] = self.k[blocks], self.v[blocks]
 
-    def next(self, n_block: Int32) -> tuple[Float32, Float32]:
-        """What a block's Q K^T is multiplied by, and the scale of its V. Blocks come from the last to the first."""
-        scores, v = self.q * self.ahead[0], self.ahead[1]
+    def blocks_of(self, n_block: Int32) -> list[Int32]:
+        """The blocks with a scale that lie in one of the loop: one, or two."""
+        first = n_block * self.tile_n // KV_BLOCK
+        if KV_BLOCK % self.tile_n == 0:
+            return [first]
+        last = (n_block * self.tile_n + self.tile_n - 1) // KV_BLOCK
+        return [first, cutlass.min(last, self.k.shape[0] - 1)]  # the last block may reach past the last key
+
+    def next(self, n_block: Int32) -> list[tuple[Float32, Float32]]:
+        """What Q K^T is multiplied by, and V's scale, for each part of a block. Blocks come from last to first."""
+        scales = [(self.q * self.ahead[0, i], self.ahead[1, i]) for i in range(cute.size(self.ahead, mode=[1]))]
         self.load(cutlass.max(n_block - 1, 0))
-        return scores, v
+        return scales
+
+    def part_is_behind(self, n_block: Int32, part: int) -> Boolean:
+        """Whether a part of SHARED keys lies in the second of two blocks."""
+        return n_block * self.tile_n % KV_BLOCK + part * SHARED >= KV_BLOCK
 
 
 class ForwardFp8(Forward):
@@ -181,12 +197,20 @@ class ForwardFp8(Forward):
         q_block = cutlass.min(first_row // Q_BLOCK, descale_q.shape[2] - 1)
         q = descale_q[tile.batch, tile.head, q_block]
         k, v = (t[tile.batch, work.head_kv(tile), None] for t in (descale_k, descale_v))
-        return Descales(q, k, v, cute.make_rmem_tensor(2, Float32), self.config.tile_n)
+        num_blocks = 1 if KV_BLOCK % self.config.tile_n == 0 else 2
+        return Descales(q, k, v, cute.make_rmem_tensor((2, num_blocks), Float32), self.config.tile_n)
 
-    def block_scales(self, n_block: Int32, share: Share) -> BlockScales:
-        scores, v = share.descales.next(n_block)
+    def block_scales(self, n_block: Int32, share: Share) -> tuple[KeyScales, ...]:
+        scales = [self.key_scales(*pair) for pair in share.descales.next(n_block)]
+        if len(scales) == 1:
+            return tuple(scales)
+        first, last = scales
+        is_behind = [share.descales.part_is_behind(n_block, part) for part in range(self.config.tile_n // SHARED)]
+        return tuple(last.instead_of(first, condition) for condition in is_behind)
+
+    def key_scales(self, scores: Float32, v: Float32) -> KeyScales:
         before_cap, scores = (scores, Float32(1.0)) if self.softcap else (None, scores)
-        return BlockScales(before_cap, scores, cute.math.log2(v, fastmath=True), cute.arch.rcp_approx(v))
+        return KeyScales(before_cap, scores, cute.math.log2(v, fastmath=True), cute.arch.rcp_approx(v))
 
 
 def compile_forward_fp8(key: KernelKey, options: str = ""):
