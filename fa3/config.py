@@ -46,7 +46,7 @@ class Config:
     p_in_registers: bool = switch("P in registers", "FA3 code")  # else P V reads P from shared memory
     lazy_rescale: bool = switch("lazy rescale", "FA4")  # of O, only once P would outgrow 2^8
     optimistic_exp: bool = switch(
-        "optimistic exponentials", "here", requires=("lazy_rescale",)
+        "optimistic exponentials", "here", requires=("lazy_rescale", "p_in_registers")
     )  # under the maximum so far, checked afterwards
     polynomial_exp: bool = switch("polynomial exponentials", "FA4", default=False)  # a quarter, off the MUFU pipe
     persistent: bool = switch("persistent CTAs", "FA3 code", requires=("warp_specialized",))

@@ -450,11 +450,19 @@ class Forward:
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         products.add_block()
-        self.prepare_scores(n_block, share, products, masked, scales)
-        rescale, rises = self.exponentiate(share, products, softmax.of_block(scales), masked, k_state)
-        products.round_scores()
-        if rises:
-            rescale_rows(products.acc_O, rescale)
+        softmax = softmax.of_block(scales)
+        if const_expr(self.is_optimistic(masked)):
+            sums = softmax.optimistic_step(products.acc_S)
+            products.round_scores()
+            self.check(softmax, sums, products, k_state.index)
+            pipes.k.consumer_release(k_state)
+        else:
+            pipes.k.consumer_release(k_state)
+            self.prepare_scores(n_block, share, products, masked, scales)
+            rescale, rises = softmax.step(products.acc_S)
+            products.round_scores()
+            if rises:
+                rescale_rows(products.acc_O, rescale)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
@@ -481,35 +489,50 @@ class Forward:
         share.gates.open_next()
         # All but the newest product, P V, are done: S is readable and this stage of K may be refilled.
         warpgroup.wait_group(1)
-        self.prepare_scores(n_block, share, products, masked, scales)
-        rescale, rises = self.exponentiate(share, products, softmax.of_block(scales), masked, k_state)
-        # This branch also holds the exponentials above the wait below; without it ptxas moves the wait up to the row
-        # maxima, and nothing overlaps (docs/dsl-notes.md).
-        if rises:
-            # P V is done: O may be rescaled.
+        softmax = softmax.of_block(scales)
+        if const_expr(self.is_optimistic(masked)):
+            sums = softmax.optimistic_step(products.acc_S)
+            # It never is. But a branch holds the exponentials above the wait below; without it ptxas moves the wait up
+            # to before them, and nothing overlaps (docs/dsl-notes.md).
+            if softmax.scale_log2 < 0.0:
+                warpgroup.wait_group(0)
+            # P V is done: P may be overwritten, and this stage of V refilled.
             warpgroup.wait_group(0)
-            products.rescale(rescale)
-        # P V is done: P may be overwritten, and this stage of V refilled.
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        products.add_block()
-        products.round_scores()
+            pipes.v.consumer_release(v_state)
+            products.add_block()
+            products.round_scores()
+            self.check(softmax, sums, products, k_state.index)
+            pipes.k.consumer_release(k_state)
+        else:
+            pipes.k.consumer_release(k_state)
+            self.prepare_scores(n_block, share, products, masked, scales)
+            rescale, rises = softmax.step(products.acc_S)
+            # This branch does so as well.
+            if rises:
+                # P V is done: O may be rescaled.
+                warpgroup.wait_group(0)
+                products.rescale(rescale)
+            # P V is done: as above.
+            warpgroup.wait_group(0)
+            pipes.v.consumer_release(v_state)
+            products.add_block()
+            products.round_scores()
         k_state.advance()
         v_state.advance()
         return k_state, v_state
 
-    def exponentiate(self, share: Share, products: Products, softmax: OnlineSoftmax, masked: bool, k_state) -> tuple:
-        """P of a block whose S is done; frees its stage of K. Returns as OnlineSoftmax.step.
+    def is_optimistic(self, masked: bool) -> bool:
+        """Only for blocks that every query sees: of others some row may see its first key. A softcap has bent the
+        scores, which `scores_again` does not know."""
+        return self.config.optimistic_exp and not masked and not self.softcap
 
-        With `optimistic_exp` only blocks that every query sees: of others some row may see its first key. A softcap has
-        bent the scores, which a second product would have to repeat.
-        """
-        if self.config.optimistic_exp and not masked and not self.softcap:
-            result = softmax.optimistic_step(products.acc_S, lambda: products.scores_again(k_state.index))
-            share.pipes.k.consumer_release(k_state)
-            return result
-        share.pipes.k.consumer_release(k_state)
-        return softmax.step(products.acc_S)
+    @cute.jit
+    def check(self, softmax: OnlineSoftmax, sums: cute.Tensor, products: Products, stage: Int32):
+        """Mends P of a block, and O, if the optimistic exponentials were too optimistic."""
+        if softmax.outgrown(sums):
+            products.rescale(softmax.lower(products.acc_S, sums, lambda: products.scores_again(stage)))
+            products.round_scores()
+        softmax.count(sums)
 
     @cute.jit
     def last_product(self, products: Products, pipes: Pipes, v_state):

@@ -25,7 +25,7 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from fa3.config import KV_BLOCK, Q_BLOCK
-from fa3.e4m3 import transpose_values
+from fa3.e4m3 import Transposition
 from fa3.forward import Forward, Share
 from fa3.loads import Shared, TmaLoads
 from fa3.scheduler import NO_TILE, NUM_PLACES, Tile, Work
@@ -128,6 +128,7 @@ class ForwardFp8(Forward):
         landed_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         told_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_PLACES)
         heard_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_PLACES)
+        transposition = Transposition.of(self.config.tile_n, self.width, cute.arch.thread_idx()[0])
         number = scheduler.first()
         while number != NO_TILE:
             tile = scheduler.tile(number)
@@ -136,7 +137,7 @@ class ForwardFp8(Forward):
             if is_loading:
                 k_state, v_state = self.load_first_blocks(loads, blocks, q_phase, k_state, v_state)
             for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
-                self.transpose(shared, pipes, landed_state)
+                self.transpose(transposition, shared, pipes, landed_state)
                 landed_state.advance()
                 if is_loading:
                     v_block = blocks.end - 1 - i - self.blocks_ahead
@@ -173,7 +174,7 @@ class ForwardFp8(Forward):
         return k_state, v_state
 
     @cute.jit
-    def transpose(self, shared: Shared, pipes: Pipes, state):
+    def transpose(self, transposition: Transposition, shared: Shared, pipes: Pipes, state):
         """V of one stage, once TMA has brought it, becomes V^T for the consumers."""
 
         def everyone_has_read() -> None:
@@ -183,7 +184,7 @@ class ForwardFp8(Forward):
         # The bytes of V have arrived.
         pipes.v.landed.consumer_wait(state)
         base = shared.sV_rows.iterator.toint() + state.index * (self.config.tile_n * self.width)
-        transpose_values(base, self.config.tile_n, self.width, cute.arch.thread_idx()[0], everyone_has_read)
+        transposition.run(base, everyone_has_read)
         # What each thread wrote becomes visible to WGMMA; then one lane counts its warp towards "all of V^T is there".
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

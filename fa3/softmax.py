@@ -111,45 +111,56 @@ class OnlineSoftmax:
         return rescale, rises
 
     @cute.jit
-    def optimistic_step(self, acc_S: cute.Tensor, scores_again: cutlass.Constexpr) -> tuple[cute.Tensor, Boolean]:
-        """As `step`, under the shifts at hand: the exponentials wait for no maximum.
+    def optimistic_step(self, acc_S: cute.Tensor) -> cute.Tensor:
+        """Turns scores into P under the shifts at hand, in place: the exponentials wait for no maximum.
 
-        The sums, which it needs anyway, tell whether a P has outgrown the limit. Then its row is lowered; and if one is
-        infinite (a score more than 2^127 above all before), `scores_again()` brings S back.
+        Returns the sums of P, (rows, parts), which tell `outgrown` whether the shifts still served.
         """
         S = parts(acc_S, self.scales)
         num_rows = cute.size(self.shift)
         sums = cute.make_rmem_tensor((num_rows, len(S)), Float32)
-        rescale = cute.make_rmem_tensor_like(self.shift)
-        rescale.fill(1.0)
-        outgrown, infinite = Boolean(False), Boolean(False)
         for r in cutlass.range_constexpr(num_rows):
             self.exponentiate(S, r)
             for part in cutlass.range_constexpr(len(S)):
                 sums[r, part] = row_sum_of(S[part], r)
-            outgrown = outgrown | (total(sums, r) > self.limit)
-        rises = cute.arch.vote_any_sync(outgrown)
-        if rises:
+        return sums
+
+    def outgrown(self, sums: cute.Tensor) -> Boolean:
+        """Whether some P of this warp may be above the limit."""
+        totals = [total(sums, r) for r in range(cute.size(self.shift))]
+        return cute.arch.vote_any_sync(functools.reduce(operator.or_, [x > self.limit for x in totals]))
+
+    @cute.jit
+    def lower(self, acc_S: cute.Tensor, sums: cute.Tensor, scores_again: cutlass.Constexpr) -> cute.Tensor:
+        """Makes P that has outgrown the limit that of a higher shift; returns what O must be multiplied by, (rows,).
+
+        Where one is infinite (its score was more than 2^127 above all before), `scores_again()` brings S back.
+        """
+        S = parts(acc_S, self.scales)
+        num_rows = cute.size(self.shift)
+        rescale = cute.make_rmem_tensor_like(self.shift)
+        infinite = [total(sums, r) == Float32.inf for r in range(num_rows)]
+        if cute.arch.vote_any_sync(functools.reduce(operator.or_, infinite)):
+            scores_again()
             for r in cutlass.range_constexpr(num_rows):
-                infinite = infinite | (total(sums, r) == Float32.inf)
-            if cute.arch.vote_any_sync(infinite):
-                scores_again()
-                for r in cutlass.range_constexpr(num_rows):
-                    rescale[r] = self.raise_row(r, quad_max(self.highest_score(S, r)) - self.height)
-                    self.exponentiate(S, r)
-                    for part in cutlass.range_constexpr(len(S)):
-                        sums[r, part] = row_sum_of(S[part], r)
-            else:
-                for r in cutlass.range_constexpr(num_rows):
-                    largest = quad_max(highest_of([row_max_of(part, r) for part in S]))
-                    rise = cute.math.log2(largest, fastmath=True) - self.height
-                    rescale[r] = self.raise_row(r, self.shift[r] + rise)
-                    for part in cutlass.range_constexpr(len(S)):
-                        S[part][r, None].store(S[part][r, None].load() * rescale[r])
-                        sums[r, part] = sums[r, part] * rescale[r]
-        for r in cutlass.range_constexpr(num_rows):
-            self.add(r, [sums[r, part] for part in range(len(S))])
-        return rescale, rises
+                rescale[r] = self.raise_row(r, quad_max(self.highest_score(S, r)) - self.height)
+                self.exponentiate(S, r)
+                for part in cutlass.range_constexpr(len(S)):
+                    sums[r, part] = row_sum_of(S[part], r)
+        else:
+            for r in cutlass.range_constexpr(num_rows):
+                largest = quad_max(highest_of([row_max_of(part, r) for part in S]))
+                rise = cute.math.log2(largest, fastmath=True) - self.height
+                rescale[r] = self.raise_row(r, self.shift[r] + rise)
+                for part in cutlass.range_constexpr(len(S)):
+                    S[part][r, None].store(S[part][r, None].load() * rescale[r])
+                    sums[r, part] = sums[r, part] * rescale[r]
+        return rescale
+
+    def count(self, sums: cute.Tensor) -> None:
+        """Adds a block's P, (rows, parts), to the row sums."""
+        for r in range(cute.size(self.shift)):
+            self.add(r, [sums[r, part] for part in range(cute.size(sums, mode=[1]))])
 
     def raise_row(self, r: int, shift: Float32) -> Float32:
         """Raises a row's shift, if this one is higher, and what counts under it; returns the factor that O needs."""
