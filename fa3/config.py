@@ -106,8 +106,10 @@ def default_config(problem: Problem) -> Config:
         if is_crowded:
             return schedule(tile_m=192, tile_n=80, stages=3)
         if problem.causal or problem.seqlen_k <= 4096:
-            # Four consumer warpgroups: the more there are, the better they hide each other's latencies.
-            return schedule(tile_m=256, tile_n=64, stages=3, q_register_steps=1 if is_plain else 0)
+            # Four consumer warpgroups: the more there are, the better they hide each other's latencies. Of causal tiles
+            # they have unequal shares, and taking turns makes them wait for the longest.
+            steps = 1 if is_plain else 0
+            return schedule(tile_m=256, tile_n=64, stages=3, q_register_steps=steps, pingpong=not problem.causal)
         # WGMMA reads Q from shared memory for each 64 keys: on long rows wider blocks outweigh the fourth warpgroup.
         return schedule(tile_m=192, tile_n=128, stages=3, q_register_steps=1 if is_plain else 0)
     if problem.head_dim <= 96:
@@ -117,10 +119,10 @@ def default_config(problem: Problem) -> Config:
             # Short rows: few blocks each, of which 192 rows would mask more.
             return schedule(tile_m=128, tile_n=128, stages=2, q_register_steps=4 if is_plain else 0)
         # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
-        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=2 if is_plain else 0)
-    # Shared memory has no room for O beside Q.
+        steps = 2 if is_plain else 0
+        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=steps, pingpong=problem.seqlen_k < 8192)
     tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
-    return schedule(tile_m=128, tile_n=tile_n, stages=2, epilogue_overlap=False)
+    return schedule(tile_m=128, tile_n=tile_n, stages=2)
 
 
 def check_fp8_config(config: Config) -> None:
@@ -164,6 +166,9 @@ def default_fp8_config(problem: Problem) -> Config:
     if problem.head_dim <= 128:
         # Half of a block that has one scale: with 128 keys S, P and O of 192 rows would take all registers.
         return schedule(tile_m=128 if is_crowded else 192, q_register_steps=steps)
+    if problem.head_dim > 192 and not is_crowded and not problem.varlen:
+        # O is so wide that there is no room for Q as well, and so much work that wider blocks matter more.
+        return schedule(tile_m=128, tile_n=96, stages=2)
     return schedule(tile_m=64 if is_crowded and problem.head_dim > 192 else 128, q_register_steps=steps)
 
 

@@ -27,7 +27,7 @@ shared memory, bytes (16-bit types; stages s; width: head_dim, up to 64, 96, 128
     sQ      tile_m * width * 2             each consumer warpgroup's 64 rows apart
     sK, sV  tile_n * width * 2 * s each
     sP      tile_m * tile_n * 2            unless P stays in registers
-    sO      tile_m * width * 2             with epilogue_overlap; else O leaves through sQ
+    sO      tile_m * min(width, 128) * 2   with epilogue_overlap; else O leaves through sQ
 registers a consumer thread (d = 128, 192 x 80, 160 of them): O 64, S 40, P 20
 """
 
@@ -44,7 +44,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.tensor_utils import LayoutEnum
 
-from fa3.epilogue import store_lse, store_rows, store_tile
+from fa3.epilogue import piece_of, store_lse, store_rows, store_tile
 from fa3.loads import (
     CpAsyncLoads,
     Shared,
@@ -167,14 +167,20 @@ class Forward:
             for q_source in (warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM)
         )
         v_major, v_order = (MN, LayoutEnum.COL_MAJOR) if self.dtype.width == 16 else (K, LayoutEnum.ROW_MAJOR)
-        mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, K, v_major, Float32, (1, 1, 1), (ROWS, width), p_source)
+        mma_pv, mma_piece = (
+            sm90.make_trivial_tiled_mma(dtype, dtype, K, v_major, Float32, (1, 1, 1), (ROWS, columns), p_source)
+            for columns in (width, piece_of(width))
+        )
         layout_Q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, width), dtype, self.num_consumers)
         layout_K = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, width), dtype, stages)
         layout_V = sm90.make_smem_layout_b(v_order, (ROWS, width, tile_n), dtype, stages)
         layout_P = None
         if const_expr(not self.config.p_in_registers):
             layout_P = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, width, tile_n), dtype, self.num_consumers)
-        layout_O = sm90.make_smem_layout_epi(self.dtype_O, LayoutEnum.ROW_MAJOR, (ROWS, width), self.num_consumers)
+        piece = piece_of(width)
+        # With memory of its own O has two places, one to write and one for TMA to read; in sQ room for all its pieces.
+        places = self.num_consumers * (min(2, width // piece) if self.owns_O else width // piece)
+        layout_O = sm90.make_smem_layout_epi(self.dtype_O, LayoutEnum.ROW_MAJOR, (ROWS, piece), places)
 
         tma_Q, tma_K, tma_V, tma_O = None, None, None, None
         if const_expr(not self.gathers_queries):
@@ -187,7 +193,7 @@ class Forward:
             box_V = (layout_V, (width, tile_n)) if const_expr(dtype.width == 16) else (layout_K, (tile_n, width))
             tma_V, mV = tma_atom(kv_op, mV, *box_V, self.cluster_size)
         if const_expr(not self.stores_directly):
-            tma_O, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout_O, (ROWS, width))
+            tma_O, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout_O, (ROWS, piece))
 
         layouts = (layout_Q, layout_K, layout_V, layout_P, layout_O)
         self.Storage = storage_type(self.config, (dtype, self.dtype_O), layouts, self.owns_O)
@@ -198,7 +204,7 @@ class Forward:
             (mQ, mK, mV, mO, mLSE),
             sequences,
             layouts,
-            (mma_qk, mma_rqk, mma_pv),
+            (mma_qk, mma_rqk, mma_pv, mma_piece),
             numbers,
             descales,
         ).launch(
@@ -311,7 +317,7 @@ class Forward:
         warpgroup_index = warp_index // WARPS_PER_WARPGROUP - self.num_producers
         gates = Gates(self.config.pingpong, self.num_consumers, warpgroup_index)
         gates.open_first()
-        sQ, sO = shared.sQ[None, None, warpgroup_index], shared.sO[None, None, warpgroup_index]
+        sQ, sO = shared.sQ[None, None, warpgroup_index], shared.sO
         sP = None if const_expr(shared.sP is None) else shared.sP[None, None, warpgroup_index]
         q_phase = Int32(0)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)

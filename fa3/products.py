@@ -25,6 +25,7 @@ class Products:
     mma_qk: cute.TiledMma
     mma_rqk: cute.TiledMma  # with Q from registers
     mma_pv: cute.TiledMma
+    mma_piece: cute.TiledMma  # of as many columns of O as leave at once
     sQ: cute.Tensor  # (64, width)
     sK: cute.Tensor  # (tile_n, width, stages)
     rQ: cute.Tensor | None  # (MMA, MMA_M, q_register_steps) 16-bit: this thread's share of Q's first columns
@@ -44,7 +45,7 @@ class Products:
     @staticmethod
     def of(mmas: tuple, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP, warpgroup_index: Int32, config: Config):
         """sK (tile_n, width, stages), sV (width, tile_n, stages); of sQ and sP this warpgroup's 64 rows."""
-        mma_qk, mma_rqk, mma_pv = mmas
+        mma_qk, mma_rqk, mma_pv, mma_piece = mmas
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         thread_qk, thread_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
         tile_n, width = cute.size(sK, mode=[0]), cute.size(sV, mode=[0])
@@ -70,6 +71,7 @@ class Products:
             mma_qk=mma_qk,
             mma_rqk=mma_rqk,
             mma_pv=mma_pv,
+            mma_piece=mma_piece,
             sQ=sQ,
             sK=sK,
             rQ=rQ,
