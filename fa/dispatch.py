@@ -11,11 +11,10 @@ from torch import Tensor
 import fa1.interface
 import fa2.interface
 import fa3.interface
-from fa_common.generation import Generation
+from fa_common.generation import Generation, Prepared
 from fa_common.problem import Problem, UnsupportedProblem, Window
 
 AUTO = "auto"
-MAX_CHOICES = 4096  # choices kept at once, a bound for programs whose shapes never repeat
 
 # Oldest first: this order is the story, and "auto" walks it backwards.
 GENERATIONS: dict[str, Generation] = {
@@ -23,7 +22,7 @@ GENERATIONS: dict[str, Generation] = {
 }
 
 _version: ContextVar[str] = ContextVar("version", default=AUTO)
-_choices: dict[tuple, Generation] = {}
+_choices = Prepared()  # the generation of each kind of call
 
 
 def flash_attn_func(
@@ -184,9 +183,7 @@ def _generation(
         return GENERATIONS[_select(version, q, k, v, mask, sequences)]
     if generation is None:
         generation = GENERATIONS[_select(version, q, k, v, mask, sequences)]
-        if len(_choices) >= MAX_CHOICES:
-            _choices.clear()
-        _choices[key] = generation
+        _choices.keep(key, generation)
     return generation
 
 

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fa
 import fa.dispatch as dispatch
+import fa_common.generation as generation_module
 from fa_common.generation import Generation
 
 PROBLEM = fa.Problem(batch=2, seqlen_q=128, seqlen_k=128, heads_q=4, heads_kv=4, head_dim=64)
@@ -100,7 +101,7 @@ def test_a_choice_is_made_once_for_calls_alike(monkeypatch):
 
 
 def test_the_memory_of_choices_is_bounded(monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_CHOICES", 3)
+    monkeypatch.setattr(generation_module, "MAX_RUNS", 3)
     for window in range(8):
         fa.flash_attn_func(*qkv(), window_size=(window, 1))
         assert len(dispatch._choices) <= 3
