@@ -130,18 +130,17 @@ def select(*subject: Problem | Tensor, version: str = AUTO, **arguments: Any) ->
     if version == AUTO:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reversed(reasons.items()))
         raise UnsupportedProblem(f"no generation can run this problem{lines}")
-    others = f"{' and '.join(fitting)} can" if fitting else "no other generation can"
-    if problem.dtype == torch.float8_e4m3fn and version != "fa3":
-        others = f"fa3 can: {reasons['fa3']}"
+    others = [f"{' and '.join(fitting)} can"] if fitting else []
+    for name, generation in GENERATIONS.items():
+        if name != version and (other_call := generation.other_call(problem)):
+            others.append(f"{name} can: {other_call}")
+    others = "; ".join(others) or "no other generation can"
     raise UnsupportedProblem(f"{version} cannot run this problem: {reasons[version]}; {others}")
 
 
 def why_not(problem: Problem) -> dict[str, str | None]:
     """Each generation's reason against the problem, oldest first; None where it fits."""
-    reasons = {name: generation.why_not(problem) for name, generation in GENERATIONS.items()}
-    if problem.dtype == torch.float8_e4m3fn:
-        reasons["fa3"] = "8-bit tensors come with scales: call fa3.flash_attn_func with descale_q, descale_k, descale_v"
-    return reasons
+    return {name: generation.why_not(problem) for name, generation in GENERATIONS.items()}
 
 
 # torch.compile cannot trace a context variable: it takes the version for a constant of the graph.

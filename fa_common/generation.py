@@ -56,7 +56,7 @@ LaunchBackward = Callable[[Saved, tuple[Tensor, Tensor, Tensor], Tensor | None, 
 
 
 class Prepared(dict):
-    """What earlier calls made ready for calls alike, by all that it depends on; none is left once there are too many."""
+    """What earlier calls made ready for calls alike, by all that it depends on; too many are dropped together."""
 
     def keep(self, key: tuple, prepared: Any) -> None:
         if len(self) >= MAX_RUNS:
@@ -87,6 +87,7 @@ class Generation:
     build_forward: Callable[[KernelKey, str], Any]  # compiles the kernel
     bind_forward: Callable[[Callable, Problem, Any, int], Launch]  # (kernel, problem, config, num_sms)
     shape_forward: Callable[[Problem, Any, int], LaunchShape]  # (problem, config, num_sms)
+    other_capabilities: tuple[Capabilities, ...] = ()  # of its kernels that take more arguments; each says which
     # The backward kernel has tiles, and so a Config, of its own. All four are None where there is no such kernel.
     backward_config_type: type | None = None
     default_backward_config: Callable[[Problem], Any] | None = None
@@ -263,7 +264,11 @@ class Generation:
 
     def why_not(self, problem: Problem) -> str | None:
         """The first reason why this generation cannot run `problem`, as one clause; None if it can."""
-        return self.capabilities.why_not(problem)
+        return self.other_call(problem) or self.capabilities.why_not(problem)
+
+    def other_call(self, problem: Problem) -> str | None:
+        """What to call instead, as one clause, where a problem of this dtype takes more arguments; None elsewhere."""
+        return next((x.other_call for x in self.other_capabilities if problem.dtype_name in x.dtypes), None)
 
     def check_config(self, config: Any) -> None:
         """Raises TypeError unless `config` is None, for the default, or of this generation's own type."""
