@@ -685,7 +685,7 @@ class Gpu:
 
     def quantize(self, tensors, **options):
         q, k, v = tensors
-        if k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
+        if len(q) and (k.shape != v.shape or not q.dtype == k.dtype == v.dtype):  # without a batch there is no kernel
             raise ValueError("Mismatched Tensor")
         self.quantizations.append({"tensors": tensors} | options)
         return tuple(range(6))
@@ -696,7 +696,9 @@ def refuse(key, q, k, v, scales, cu_seqlens_q, cu_seqlens_k):
     for x in (q, k, v):
         if (x.ndim, x.dtype, x.shape[-1]) != (q.ndim, E4M3, key.head_dim) or x.data_ptr() % ALIGNMENT:
             raise ValueError("Mismatched Tensor")
-        if x.stride(-1) != 1 or any(stride % ALIGNMENT for stride in x.stride()[:-1]):
+        # Any stride passes where there is one element.
+        strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+        if x.stride(-1) != 1 or any(stride % ALIGNMENT for stride in strides[:-1]):
             raise ValueError("Invalid strides")
     if k.shape != v.shape or any((x.ndim, x.dtype) != (3, torch.float32) for x in scales):
         raise ValueError("Mismatched shape")
@@ -857,6 +859,12 @@ def test_what_the_kernel_cannot_read_is_copied(gpu, position):
         assert copied == [i == position for i in range(3)]
 
 
+def test_a_stride_that_no_element_uses_is_repaired_too(gpu):
+    q, k, v = e4m3(batch=1)
+    fa3.flash_attn_func(q.as_strided(q.shape, (3, *q.stride()[1:])), k, v)
+    assert gpu.launches[0][0].stride(0) % ALIGNMENT == 0
+
+
 def off_by_one(x):
     return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
@@ -963,8 +971,8 @@ def test_a_kernel_quantizes(gpu):
 def test_a_kernel_quantizes_packed_sequences(gpu):
     for lengths in ([5, 2], [4, 3]):
         given, sequences = packed(lengths, [3, 9])
-        sequences |= {"max_seqlen_q": 5}
-        fa3.quantize(*given, **sequences, hadamard=False)
+        sequences |= {"max_seqlen_q": 5, "hadamard": False}
+        fa3.quantize(*given, **sequences)
         *_, called = gpu.quantizations
         assert called["signs"] is None
         assert called["max_seqlens"] == (5, 9)
@@ -972,6 +980,8 @@ def test_a_kernel_quantizes_packed_sequences(gpu):
     assert gpu.num_problems == 1
     with pytest.raises(TypeError, match="cu_seqlens_k must be an int32 tensor"):
         fa3.quantize(*given, **sequences | {"cu_seqlens_k": None})
+    with pytest.raises(ValueError, match="max_seqlen_q must not be negative"):
+        fa3.quantize(*given, **sequences | {"max_seqlen_q": -1})
 
 
 def test_a_quantization_is_found_by_all_that_it_depends_on(gpu):
