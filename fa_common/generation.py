@@ -58,6 +58,8 @@ LaunchBackward = Callable[[Saved, tuple[Tensor, Tensor, Tensor], Tensor | None, 
 class Prepared(dict):
     """What earlier calls made ready for calls alike, by all that it depends on; too many are dropped together."""
 
+    __slots__ = ()  # looked up as fast as a plain dict
+
     def keep(self, key: tuple, prepared: Any) -> None:
         if len(self) >= MAX_RUNS:
             self.clear()
