@@ -20,7 +20,12 @@ SCHEDULERS = ("static", "dynamic")
 SHORT_QUERIES = 16  # up to so many, the query heads of a K/V head are packed into one tile
 
 # FP8 (FA3 3.3). An e4m3 row must be a multiple of 16 bytes, as every load is.
-FP8_CAPABILITIES = replace(CAPABILITIES, dtypes=("float8_e4m3fn",), head_dims=tuple(range(16, 257, 16)))
+FP8_CAPABILITIES = replace(
+    CAPABILITIES,
+    dtypes=("float8_e4m3fn",),
+    head_dims=tuple(range(16, 257, 16)),
+    other_call="8-bit tensors come with scales: call fa3.flash_attn_func with descale_q, descale_k, descale_v",
+)
 # So many rows of a sequence and head share a scale, where blocks have one.
 Q_BLOCK = 64  # of Q: what one warpgroup computes
 KV_BLOCK = 128  # of K and of V
