@@ -25,6 +25,7 @@ from benchmarks.contenders import OURS
 from benchmarks.peers import PEERS
 from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS, grid
 from benchmarks.rows import RESULTS
+from benchmarks.shapes import WINDOW_SEQLEN
 from benchmarks.timing import Budget
 from fa import GENERATIONS
 from fa3.config import FP8_CAPABILITIES
@@ -136,6 +137,7 @@ SHAPES = typed(
     head_dim=benchmarks.shapes.HEAD_DIMS,
     mask=MASKS,
     seqlen=benchmarks.shapes.SEQLENS,
+    kind=benchmarks.shapes.KINDS,
     versions=benchmarks.shapes.VERSIONS,
 )
 TILES = typed(head_dim=benchmarks.tiles.HEAD_DIMS, mask=benchmarks.tiles.MASKS, seqlen=benchmarks.tiles.SEQLENS)
@@ -272,6 +274,10 @@ def tiles(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=V,V", help="Values of a field of its Config; again for each field."),
     ] = None,
+    at_most: Annotated[
+        int | None,
+        typer.Option(min=1, help="Candidates: the default, then those that differ from it in fewest fields."),
+    ] = None,
     repeats: Rounds = benchmarks.tiles.ROUNDS,
     results: Results = RESULTS,
 ) -> None:
@@ -291,9 +297,9 @@ def tiles(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if nothing_measured(out):
-        raise typer.Exit(benchmarks.tiles.compile_only(version, problems, space, out, pass_))
+        raise typer.Exit(benchmarks.tiles.compile_only(version, problems, space, out, pass_, at_most))
     budget = Budget(rounds=repeats)
-    raise typer.Exit(benchmarks.tiles.search(version, problems, space, budget, results, out, pass_))
+    raise typer.Exit(benchmarks.tiles.search(version, problems, space, budget, results, out, pass_, at_most))
 
 
 @app.command()
@@ -301,19 +307,25 @@ def shapes(
     head_dim: HeadDims = SHAPES["head_dim"],
     mask: Masks = SHAPES["mask"],
     seqlen: Seqlens = SHAPES["seqlen"],
+    kinds: Annotated[
+        Any,
+        typer.Option("--kind", parser=several(benchmarks.shapes.KINDS), metavar="K,K", help="Measured in this order."),
+    ] = SHAPES["kind"],
     versions: Versions = SHAPES["versions"],
     peers: Peers = "",
     repeats: Rounds = Budget.rounds,
     results: Results = RESULTS,
 ) -> None:
-    """Measure fp16, grouped heads, packed sequences, a sliding window and softcap against plain attention.
+    """Measure grouped heads, fp16, packed sequences, a sliding window and softcap against plain attention.
 
     Anywhere but on a Hopper GPU it shows what it would measure, the errors of the algorithms, and what the kernels were
     compiled to.
     """
     out = console()
     problems_of(head_dim, mask, seqlen)  # an option that is wrong says so
-    problems = benchmarks.shapes.shapes(head_dim, mask, seqlen)
+    problems = benchmarks.shapes.shapes(head_dim, mask, seqlen, kinds)
+    if not problems:
+        raise typer.BadParameter(f"nothing to measure: a window needs mask causal and seqlen {WINDOW_SEQLEN}")
     if nothing_measured(out):
         raise typer.Exit(benchmarks.shapes.without_a_gpu(problems, versions, out))
     raise typer.Exit(benchmarks.shapes.measure(problems, [*versions, *peers], Budget(rounds=repeats), results, out))
