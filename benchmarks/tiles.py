@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from benchmarks import compare, comparison, without_gpu
+from benchmarks import compare, comparison, rows, without_gpu
 from benchmarks.contenders import OURS, Ours
 from benchmarks.peers import GEMM
 from benchmarks.problems import SHAPE_COLUMNS, name, problem_of
@@ -116,10 +116,11 @@ def search(
     at_most: int | None = None,
 ) -> int:
     """Measures the candidates of each kind of problem on the current GPU; 1 if one was wrong, 130 if interrupted."""
-    status = 0
+    status, identifier = 0, rows.new_run()
     for kind in _by_kind(problems):
         ours = nearest(candidates(version, kind[0], space, direction), kind[0], at_most)
         sweep = compare.prepare(ours, kind, budget, results, console, SUITE, direction=direction)
+        sweep.run = identifier
         who = {tuple(one.switched.items()): one.name for one in sweep.contenders}
 
         def named(row: Row, who: Mapping[tuple, str] = who) -> str:

@@ -68,6 +68,7 @@ def test_the_whole_search(pretend_gpu, cpu_problem, tmp_path, monkeypatch):
     ours = [row for row in kept if row.version != GEMM]
     assert [(row.causal, row.config["tile_n"]) for row in ours] == [(c, n) for c in (False, True) for n in (96, 32)]
     assert {row.suite for row in kept} == {"tiles"}
+    assert len({row.run for row in kept}) == 1
     assert all(Config(**row.config) for row in ours)
     assert "fa2 tiles, forward, bfloat16 d=64 full 1 x 64 x 1" in text
     assert "default" in text
