@@ -142,7 +142,9 @@ SHAPES = typed(
 )
 TILES = typed(head_dim=benchmarks.tiles.HEAD_DIMS, mask=benchmarks.tiles.MASKS, seqlen=benchmarks.tiles.SEQLENS)
 SUSTAINED = typed(versions=benchmarks.sustained.VERSIONS, peers=benchmarks.sustained.DEFAULT_PEERS)
-ACCURACY = typed(head_dim=benchmarks.accuracy.HEAD_DIMS)
+ACCURACY = typed(
+    head_dim=benchmarks.accuracy.HEAD_DIMS, dtype=benchmarks.accuracy.DTYPES, inputs=benchmarks.accuracy.KINDS
+)
 QUANTIZE = typed(head_dim=benchmarks.quantize.HEAD_DIMS, seqlen=benchmarks.quantize.SEQLENS)
 DECODE = typed(
     batch=benchmarks.decode.BATCHES,
@@ -398,20 +400,24 @@ def decode(
 @app.command()
 def accuracy(
     head_dim: HeadDims = ACCURACY["head_dim"],
+    dtype: Annotated[Any, typer.Option(parser=several(benchmarks.accuracy.DTYPES), metavar="T,T")] = ACCURACY["dtype"],
+    inputs: Annotated[Any, typer.Option(parser=several(benchmarks.accuracy.KINDS), metavar="I,I")] = ACCURACY["inputs"],
     seqlen: Annotated[int | None, typer.Option(min=1, help="Queries and keys.")] = None,
     heads: Annotated[int | None, typer.Option(min=1)] = None,
     row: Annotated[int | None, typer.Option(min=1, help="Keys of the long row.")] = None,
     results: Results = RESULTS,
     picture: Picture = benchmarks.accuracy.PICTURE,
 ) -> None:
-    """Measure how far fp16, bf16 and FP8 are from fp64, each kind of FP8's scales with and without rotation.
+    """Measure how far fp16, bf16 and FP8 are from fp64: FP8's scales of each kind, with and without rotation, its sums
+    in one level and in two.
 
-    On a Hopper GPU it is the kernels' error, anywhere else the algorithms', on smaller tensors; the rows are kept.
+    On a Hopper GPU it is the kernels' error, anywhere else the algorithms', on smaller tensors, with the sums of FP8
+    emulated (two minutes); the rows are kept.
     """
     out = console()
     check_fp8_head_dims(head_dim)
     sizes = {"seqlen": seqlen, "heads": heads, "row": row}
-    raise typer.Exit(benchmarks.accuracy.measure(head_dim, results, picture, out, **sizes))
+    raise typer.Exit(benchmarks.accuracy.measure(head_dim, results, picture, out, dtype, inputs, **sizes))
 
 
 @app.command()

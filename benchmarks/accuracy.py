@@ -34,13 +34,17 @@ from torch import Tensor
 import fa3
 from benchmarks import machine, rows
 from benchmarks.comparison import NOTHING, STALE, STALE_NOTE
+from benchmarks.contenders import Ours
 from benchmarks.plot import save
 from benchmarks.rows import AccuracyRow
 from benchmarks.tables import Table
 from benchmarks.tensor_cores import FRACTION_BITS, TensorCores
 from fa import GENERATIONS
-from fa3.config import KV_BLOCK, Q_BLOCK
+from fa3.config import KV_BLOCK, Q_BLOCK, default_fp8_config
 from fa3.fp8 import SCALES
+from fa3.fp8_launch import build_forward, forward_key
+from fa_common.compile import Build, KernelKey, precompile
+from fa_common.problem import Problem
 from fa_common.reference import attention
 
 SUITE = "accuracy"
@@ -48,6 +52,7 @@ PICTURE = rows.ROOT / "docs" / "accuracy-latest.svg"
 
 FP8 = "float8_e4m3fn"
 SIXTEEN_BITS = ("float16", "bfloat16")
+DTYPES = (*SIXTEEN_BITS, FP8)
 STANDARD = "standard"
 HEAD_DIMS = (64, 128)
 ROW_QUERIES = 16  # of the long row
@@ -153,6 +158,7 @@ INPUTS: dict[str, Callable[[torch.Generator, Size, int], tuple[Tensor, ...]]] = 
     "outliers": outliers,
     "positive": positive,
 }
+KINDS = tuple(INPUTS)
 
 
 def tensors(inputs: str, size: Size, head_dim: int, device: str) -> tuple[Tensor, ...]:
@@ -182,15 +188,35 @@ def dequantized(quantized: fa3.Quantized) -> Iterator[Tensor]:
 # ---- The run
 
 
+def kernels(method: Method, inputs: str, size: Size, head_dim: int) -> list[tuple[KernelKey, Build]]:
+    """What a GPU needs for a method, to be compiled beforehand and all at once."""
+    seqlen_q, seqlen_k = (ROW_QUERIES, size.row) if inputs == "positive" else (size.seqlen, size.seqlen)
+    dtype = getattr(torch, method.dtype)
+    problem = Problem(1, seqlen_q, seqlen_k, size.heads, size.heads, head_dim, dtype=dtype)
+    if method.dtype != FP8:
+        return [] if method.version == STANDARD else [Ours(method.version).kernel(problem)]
+    from fa3.quantize import build_quantize, quantize_key  # it imports the DSL, which takes seconds
+
+    like_q = torch.empty(1, 1, 1, head_dim, device="meta")
+    stages = ("block",) if method.scales == "block" else ("maximum", "scale")
+    found = [(quantize_key(like_q, stage, method.hadamard), build_quantize) for stage in stages]
+    if method.version != STANDARD:
+        config = TWO_LEVELS if method.two_level else default_fp8_config(problem)
+        found.append((forward_key(problem, config, torch.float16), build_forward))
+    return found
+
+
 @torch.no_grad()
 def measure(
     head_dims: Sequence[int],
     results: Path,
     picture: Path,
     console: Console,
+    dtypes: Sequence[str] = DTYPES,
+    kinds: Sequence[str] = KINDS,
     **sizes: int | None,
 ) -> int:
-    """Measures every method on all inputs, on the GPU if it can run the kernels; 1 if one of them is wrong.
+    """Measures every method on all kinds of inputs, on the GPU if it can run the kernels; 1 if one is wrong or breaks.
 
     `sizes` are fields of Size; None is what suits the device.
     """
@@ -198,22 +224,37 @@ def measure(
     size = SIZES[device]._replace(**{name: number for name, number in sizes.items() if number is not None})
     facts = machine.facts() if device == "cuda" else machine.facts_without_gpu()
     place = facts | {"run": rows.new_run()}
-    measured = []
-    for inputs, head_dim in product(INPUTS, head_dims):
+    measured, wrong = [], []
+    cells = [
+        (inputs, head_dim, [method for method in METHODS if method.dtype in dtypes and method.runs(head_dim)])
+        for inputs, head_dim in product(kinds, head_dims)
+    ]
+    if device == "cuda":
+        console.print("Compiling the kernels ...")
+        precompile(one for i, d, methods in cells for method in methods for one in kernels(method, i, size, d))
+    for inputs, head_dim, methods in cells:
         given = tensors(inputs, size, head_dim, device)
         exact, _ = attention(*given)
-        methods = [method for method in METHODS if method.runs(head_dim)]
         for method in track(methods, f"{inputs} d={head_dim}", console=console, transient=True):
-            row = row_of(method, inputs, given, errors(method(*given), exact) | place)
+            try:
+                out = method(*given)
+            except torch.AcceleratorError:  # nothing after it could be measured
+                raise
+            except Exception as failure:  # however one is broken, the others are measured
+                wrong.append(f"{method.label} fails on {inputs}, d={head_dim}: {type(failure).__name__}: {failure}")
+                continue
+            row = row_of(method, inputs, given, errors(out, exact) | place)
             rows.append(row, results)
             measured.append(row)
-    console.print(table(measured).to_rich())
-    draw(measured, picture)
-    console.print(f"{len(measured)} rows of run {place['run']} in {rows.path_of(SUITE, place['gpu'], results)}")
-    console.print(f"their picture in {picture}")
-    wrong = [row for row in measured if row.cosine < LEAST_COSINE]
-    for row in wrong:
-        console.print(f"{method_of(row).label} is wrong on {row.inputs}, d={row.head_dim}: cosine {row.cosine:.4f}")
+            if not row.cosine >= LEAST_COSINE:
+                wrong.append(f"{method.label} is wrong on {inputs}, d={head_dim}: cosine {row.cosine:.4f}")
+    if measured:
+        console.print(table(measured).to_rich())
+        draw(measured, picture)
+        console.print(f"{len(measured)} rows of run {place['run']} in {rows.path_of(SUITE, place['gpu'], results)}")
+        console.print(f"their picture in {picture}")
+    for line in wrong:
+        console.print(line, highlight=False)
     return int(bool(wrong))
 
 

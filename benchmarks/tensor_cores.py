@@ -9,7 +9,7 @@ more than FRACTION_BITS below its leading one are dropped. The DeepSeek-V3 repor
 kept on an H800, the leading one included (3.3.2), and says how they are aligned (3.5.2). NVIDIA documents none of this:
 what a kernel loses, only a GPU shows.
 
-It costs the algorithm ten times its time and more, so algorithm.py itself adds up in fp32. Here its products are
+It takes some thirty times as long as the algorithm does, so algorithm.py itself adds up in fp32. Here its products are
 replaced from outside, and all else stays.
 """
 

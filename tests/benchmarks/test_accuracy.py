@@ -141,6 +141,35 @@ def test_a_wrong_method_is_named(monkeypatch, no_hopper, tmp_path):
     assert "standard float16 is wrong on normal, d=16: cosine" in console.file.getvalue()
 
 
+def test_a_method_that_breaks_costs_only_its_own_rows(monkeypatch, no_hopper, tmp_path):
+    def broken(*tensors, **options):
+        raise ValueError("no such tile")
+
+    monkeypatch.setattr(fa3, "flash_attn_func", broken)
+    console = Console(file=StringIO(), width=200)
+    sizes, choice = SMALL._asdict(), {"dtypes": [FP8], "kinds": ["normal"]}
+    assert accuracy.measure([16], tmp_path, tmp_path / "p.svg", console, **choice, **sizes) == 1
+    assert {row.version for row in rows.read(tmp_path / "cpu" / "accuracy.jsonl")} == {STANDARD}
+    assert "fa3 fp8 block, rotated fails on normal, d=16: ValueError: no such tile" in console.file.getvalue()
+
+
+def test_every_kernel_is_known_beforehand():
+    pytest.importorskip("cutlass")
+    size = accuracy.SIZES["cuda"]
+    found = {
+        method: [key for key, _ in accuracy.kernels(method, "normal", size, 128)]
+        for method in METHODS
+        if method.runs(128)
+    }
+    assert found[Method("float16", STANDARD)] == []
+    [key] = found[Method("bfloat16", "fa2")]
+    assert (key.version, key.dtype, key.head_dim) == ("fa2", "bfloat16", 128)
+    quantizing, forward = found[Method(FP8, "fa3", "block", True, True)]
+    assert (quantizing.direction, quantizing.dtype, quantizing.config.hadamard) == ("quantize", "float32", True)
+    assert (forward.dtype, forward.config) == ("float8_e4m3fn-float16", accuracy.TWO_LEVELS)
+    assert [key.config.stage for key in found[Method(FP8, STANDARD, "head", False)]] == ["maximum", "scale"]
+
+
 # ---- The report
 
 
@@ -214,6 +243,19 @@ def test_the_command(monkeypatch, no_hopper, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert len(list(rows.read(tmp_path / "cpu" / "accuracy.jsonl"))) == 3 * 2
+    narrow = ["--dtype", FP8, "--inputs", "positive"]
+    arguments = [
+        "accuracy",
+        *sizes,
+        *narrow,
+        "--results",
+        str(tmp_path / "narrow"),
+        "--picture",
+        str(tmp_path / "p.svg"),
+    ]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    [row] = rows.read(tmp_path / "narrow" / "cpu" / "accuracy.jsonl")
+    assert (row.dtype, row.inputs) == (FP8, "positive")
     assert "64 x 64 x 1" in result.output
 
 
