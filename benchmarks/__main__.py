@@ -311,7 +311,9 @@ def shapes(
     seqlen: Seqlens = SHAPES["seqlen"],
     kinds: Annotated[
         Any,
-        typer.Option("--kind", parser=several(benchmarks.shapes.KINDS), metavar="K,K", help="Measured in this order."),
+        typer.Option(
+            "--kind", parser=several(benchmarks.shapes.KINDS), metavar="K,K", help="In the order of the default."
+        ),
     ] = SHAPES["kind"],
     versions: Versions = SHAPES["versions"],
     peers: Peers = "",
