@@ -145,7 +145,8 @@ def check_fp8_config(config: Config) -> None:
             raise ValueError(f"the FP8 kernel needs {name}=False; got {name}=True")
     if config.tile_n not in (64, 96, 128):
         raise ValueError(
-            f"the FP8 kernel needs tile_n 64, 96 or 128 (parts of 32 keys share a scale, up to 128); got {config.tile_n}"
+            "the FP8 kernel needs tile_n 64, 96 or 128 (the keys of a block have at most two scales); "
+            f"got {config.tile_n}"
         )
     if config.stages < 2:
         raise ValueError(f"the FP8 kernel needs 2 stages or more (one to load, one to turn); got {config.stages}")

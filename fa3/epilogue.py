@@ -97,7 +97,6 @@ def store_tile(work: Work, tile: Tile, first_row: Int32, products: Products, sO:
             # TMA drops the rows past the sequence's end, and the columns past head_dim.
             cute.copy(tma_O, tOsO[None, place], tOgO[None, first_row // ROWS])
             cute.arch.cp_async_bulk_commit_group()
-    if const_expr(not config.epilogue_overlap):
-        if is_storing_warp:
-            # TMA has read O out of sQ.
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if const_expr(not config.epilogue_overlap) and is_storing_warp:
+        # TMA has read O out of sQ.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -554,7 +554,9 @@ class Forward:
         return v_state
 
     @cute.jit
-    def prepare_scores(self, n_block: Int32, share: Share, products: Products, masked, scales: tuple[KeyScales, ...] | None):
+    def prepare_scores(
+        self, n_block: Int32, share: Share, products: Products, masked, scales: tuple[KeyScales, ...] | None
+    ):
         """Softcap and mask: what stands between S = Q K^T and the softmax."""
         tile = share.tile
         if const_expr(self.softcap):

@@ -34,7 +34,6 @@ from fa3.sync import PRODUCER_WARP, REGISTERS_TRANSPOSING, THREADS_PER_WARPGROUP
 from fa_common.compile import KernelKey
 from fa_common.tiles import DTYPES, KeyBlocks, fake_lengths, fake_rows, fake_sequences
 
-
 SHARED = 32  # keys that share a scale whatever the tile
 
 
