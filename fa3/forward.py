@@ -500,7 +500,7 @@ class Forward:
             sums = softmax.optimistic_step(products.acc_S)
             # It never is. But a branch holds the exponentials above the wait below; without it ptxas moves the wait up
             # to before them, and nothing overlaps (docs/dsl-notes.md).
-            if softmax.scale_log2 < 0.0:
+            if n_block < 0:
                 warpgroup.wait_group(0)
             # P V is done: P may be overwritten, and this stage of V refilled.
             warpgroup.wait_group(0)

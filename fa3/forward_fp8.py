@@ -34,45 +34,49 @@ from fa3.sync import PRODUCER_WARP, REGISTERS_TRANSPOSING, THREADS_PER_WARPGROUP
 from fa_common.compile import KernelKey
 from fa_common.tiles import DTYPES, KeyBlocks, fake_lengths, fake_rows, fake_sequences
 
-SHARED = 32  # keys that share a scale whatever the tile
+PART = 32  # keys that share a scale whatever the tile
+LANES = 32
 
 
 @dataclass(frozen=True)
 class Descales:
     """The scales of one tile: of its rows of Q, and of every block of K and V of its head.
 
-    A block's are loaded one block ahead. Loaded where they are used, ptxas multiplies them between the WGMMAs of S, and
-    the tensor cores wait for a load from L2 in every block.
+    Each lane holds what the softmax needs for one of the loop's blocks, 32 in a row, made all at once; a block's come by
+    shuffles. Read for each block anew, they cost two dozen instructions, and ptxas puts the wait for a load from L2
+    between the WGMMAs of S.
     """
 
-    q: Float32
+    factor: Float32  # softmax_scale * log2(e), unless a softcap follows, times the scale of Q
     k: cute.Tensor  # (blocks,) fp32, in global memory
     v: cute.Tensor
-    ahead: cute.Tensor  # (2, 1 or 2) fp32: of K and of V, those of the next block's first and last key
+    held: cute.Tensor  # (2, 1 or 2): factor and bias (KeyScales) of a block's first key, and of its last
     tile_n: int
 
     def load(self, n_block: Int32) -> None:
-        """Of a block that the loop comes to next."""
-        for i, blocks in enumerate(self.blocks_of(n_block)):
-            self.ahead[0, i], self.ahead[1, i] = self.k[blocks], self.v[blocks]
+        """Of the 32 blocks, n_block among them, that begin at a multiple of 32."""
+        for i, block in enumerate(self.blocks_of(n_block // LANES * LANES + cute.arch.lane_idx())):
+            block = cutlass.min(block, self.k.shape[0] - 1)
+            self.held[0, i] = self.factor * self.k[block]
+            self.held[1, i] = cute.math.log2(self.v[block], fastmath=True)
 
     def blocks_of(self, n_block: Int32) -> list[Int32]:
         """The blocks with a scale that lie in one of the loop: one, or two."""
-        first = n_block * self.tile_n // KV_BLOCK
-        if KV_BLOCK % self.tile_n == 0:
-            return [first]
-        last = (n_block * self.tile_n + self.tile_n - 1) // KV_BLOCK
-        return [first, cutlass.min(last, self.k.shape[0] - 1)]  # the last block may reach past the last key
+        first_key = n_block * self.tile_n
+        keys = [first_key] if KV_BLOCK % self.tile_n == 0 else [first_key, first_key + self.tile_n - 1]
+        return [key // KV_BLOCK for key in keys]
 
-    def next(self, n_block: Int32) -> list[tuple[Float32, Float32]]:
-        """What Q K^T is multiplied by, and V's scale, for each part of a block. Blocks come from last to first."""
-        scales = [(self.q * self.ahead[0, i], self.ahead[1, i]) for i in range(cute.size(self.ahead, mode=[1]))]
-        self.load(cutlass.max(n_block - 1, 0))
-        return scales
+    @cute.jit
+    def of(self, n_block: Int32) -> list[list[Float32]]:
+        """(factor, bias) of a block's first key, and of its last. Blocks come from the last to the first."""
+        if n_block % LANES == LANES - 1:
+            self.load(n_block)
+        kinds, blocks = (range(size) for size in self.held.shape)
+        return [[cute.arch.shuffle_sync(self.held[kind, i], n_block % LANES) for kind in kinds] for i in blocks]
 
     def part_is_behind(self, n_block: Int32, part: int) -> Boolean:
-        """Whether a part of SHARED keys lies in the second of two blocks."""
-        return n_block * self.tile_n % KV_BLOCK + part * SHARED >= KV_BLOCK
+        """Whether a part of a block lies in the second of two blocks with a scale."""
+        return n_block * self.tile_n % KV_BLOCK + part * PART >= KV_BLOCK
 
 
 class ForwardFp8(Forward):
@@ -195,22 +199,24 @@ class ForwardFp8(Forward):
         descale_q, descale_k, descale_v = descales
         # A warpgroup may have no row.
         q_block = cutlass.min(first_row // Q_BLOCK, descale_q.shape[2] - 1)
-        q = descale_q[tile.batch, tile.head, q_block]
+        factor = descale_q[tile.batch, tile.head, q_block]
+        if const_expr(not self.softcap):
+            factor = factor * work.scale_log2
         k, v = (t[tile.batch, work.head_kv(tile), None] for t in (descale_k, descale_v))
         num_blocks = 1 if KV_BLOCK % self.config.tile_n == 0 else 2
-        return Descales(q, k, v, cute.make_rmem_tensor((2, num_blocks), Float32), self.config.tile_n)
+        return Descales(factor, k, v, cute.make_rmem_tensor((2, num_blocks), Float32), self.config.tile_n)
 
     def block_scales(self, n_block: Int32, share: Share) -> tuple[KeyScales, ...]:
-        scales = [self.key_scales(*pair) for pair in share.descales.next(n_block)]
+        scales = [self.key_scales(share.work, *numbers) for numbers in share.descales.of(n_block)]
         if len(scales) == 1:
             return tuple(scales)
         first, last = scales
-        is_behind = [share.descales.part_is_behind(n_block, part) for part in range(self.config.tile_n // SHARED)]
+        is_behind = [share.descales.part_is_behind(n_block, part) for part in range(self.config.tile_n // PART)]
         return tuple(last.instead_of(first, condition) for condition in is_behind)
 
-    def key_scales(self, scores: Float32, v: Float32) -> KeyScales:
-        before_cap, scores = (scores, Float32(1.0)) if self.softcap else (None, scores)
-        return KeyScales(before_cap, scores, cute.math.log2(v, fastmath=True), cute.arch.rcp_approx(v))
+    def key_scales(self, work: Work, factor: Float32, bias: Float32) -> KeyScales:
+        before_cap, factor = (factor, work.scale_log2) if self.softcap else (None, factor)
+        return KeyScales(before_cap, factor, bias, cute.math.exp2(-bias, fastmath=True))
 
 
 def compile_forward_fp8(key: KernelKey, options: str = ""):

@@ -43,7 +43,7 @@ class KeyScales:
     """What 8-bit scores and values of some keys of a block stand for."""
 
     before_cap: Float32 | None  # scores times this, if a softcap follows
-    scores: Float32  # times this in the exponential; 1 with a softcap
+    factor: Float32  # and times this, in base 2
     bias: Float32  # log2 of V's scale: a P so much larger weighs V's numbers as they are
     weight: Float32  # 1 / V's scale: what such a P counts in the row sum
 
@@ -184,7 +184,7 @@ class OnlineSoftmax:
 
     def factor(self, part: int) -> Float32:
         """What a part's scores are multiplied by."""
-        return self.scale_log2 if self.scales is None else self.scale_log2 * self.scales[part].scores
+        return self.scale_log2 if self.scales is None else self.scales[part].factor
 
     @cute.jit
     def exponentiate(self, S: list[cute.Tensor], r: cutlass.Constexpr):
