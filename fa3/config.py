@@ -173,10 +173,10 @@ def default_fp8_config(problem: Problem) -> Config:
         return schedule(tile_m=192, q_register_steps=steps // 2)
     if problem.head_dim <= 128:
         if is_wide and problem.head_dim == 128:
-            return schedule(tile_m=192, tile_n=96, stages=3)
+            return schedule(tile_m=192, tile_n=96, stages=5)
         return schedule(tile_m=128 if is_crowded else 192, q_register_steps=steps)
     if is_wide and problem.head_dim > 192:
-        return schedule(tile_m=128, tile_n=96, stages=2)
+        return schedule(tile_m=128, tile_n=96, stages=3)
     return schedule(tile_m=64 if is_crowded and problem.head_dim > 192 else 128, q_register_steps=steps)
 
 
