@@ -163,6 +163,8 @@ def default_fp8_config(problem: Problem) -> Config:
     schedule = partial(Config, tile_n=64, stages=4, scheduler="dynamic" if is_uneven else "static", pingpong=False)
     # Q in registers where there are some left: S of 64 keys would read it from shared memory all too often.
     steps = 0 if problem.varlen or is_bounded else 4
+    # Wider blocks cost less a key, and leave no register for Q: for long rows.
+    is_wide = steps > 0 and problem.seqlen_k >= 4096
     if problem.head_dim <= 64:
         if problem.varlen:
             return schedule(tile_m=192)
@@ -170,10 +172,10 @@ def default_fp8_config(problem: Problem) -> Config:
     if problem.head_dim <= 96:
         return schedule(tile_m=192, q_register_steps=steps // 2)
     if problem.head_dim <= 128:
-        # Half of a block that has one scale: with 128 keys S, P and O of 192 rows would take all registers.
+        if is_wide and problem.head_dim == 128:
+            return schedule(tile_m=192, tile_n=96, stages=3)
         return schedule(tile_m=128 if is_crowded else 192, q_register_steps=steps)
-    if problem.head_dim > 192 and not is_crowded and not problem.varlen:
-        # O is so wide that there is no room for Q as well, and so much work that wider blocks matter more.
+    if is_wide and problem.head_dim > 192:
         return schedule(tile_m=128, tile_n=96, stages=2)
     return schedule(tile_m=64 if is_crowded and problem.head_dim > 192 else 128, q_register_steps=steps)
 
