@@ -21,6 +21,7 @@ from fa_common import reference
 from fa_common.generation import ALIGNMENT
 from fa_common.memory import Memory
 from fa_common.problem import UnsupportedProblem
+from fa_common.switches import without
 
 E4M3 = torch.float8_e4m3fn
 SCALES = ("tensor", "head", "block")
@@ -266,7 +267,7 @@ def test_lengths_around_the_blocks(seqlen_q, seqlen_k):
     check(fa3.quantize(*tensors(seqlen_q, seqlen_k, batch=1)), causal=True)
 
 
-@pytest.mark.parametrize("tiles", [(64, 64), (128, 64), (192, 128), (256, 64)], ids=str)
+@pytest.mark.parametrize("tiles", [(64, 64), (128, 64), (128, 96), (192, 128), (256, 64)], ids=str)
 @pytest.mark.parametrize("scales", SCALES)
 def test_tiles_need_not_be_the_blocks(scales, tiles):
     tile_m, tile_n = tiles
@@ -506,6 +507,20 @@ def test_the_papers_table():
     assert error("block", True) < 9.1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rotation_is_worth_its_time(dtype):
+    """With outliers in Q and K and one scale for each tensor; as on a GPU (test_fp8_gpu.py)."""
+    q, k, v = tensors(512, 512, 16, 16, 128, batch=1, dtype=dtype)
+    q, k = (x + 20 * torch.randn_like(x) * (torch.rand(x.shape) < 1e-3) for x in (q, k))
+    exact, _ = reference.attention(q, k, v, causal=True)
+    options = {"causal": True, "scales": "tensor"}
+    plain, rotated = (
+        (fa3.flash_attn_fp8_func(q, k, v, hadamard=hadamard, **options).double() - exact).norm()
+        for hadamard in (False, True)
+    )
+    assert rotated < 0.85 * plain
+
+
 # ---- Refusals
 
 
@@ -545,8 +560,8 @@ def test_wrong_arguments(change, error, match):
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (Config(tile_n=96), "the FP8 kernel needs tile_n 64 or 128 .*; got 96"),
-        (Config(p_in_registers=False), "the FP8 kernel needs p_in_registers=True"),
+        (Config(tile_n=80), "the FP8 kernel needs tile_n 64, 96 or 128 .*; got 80"),
+        (without(Config(), "p_in_registers"), "the FP8 kernel needs p_in_registers=True"),
         (Config(stages=1), "the FP8 kernel needs 2 stages or more"),
     ],
     ids=["tile_n", "switch", "stages"],
@@ -901,7 +916,7 @@ def test_packed_sequences_are_launched(gpu):
         ({"descale_q": lambda x: 1.0}, "descale_q must be a float32 tensor, or None for 1; got float"),
         ({"out_dtype": lambda x: torch.float32}, "out_dtype must be"),
         ({"out_dtype": lambda x: [x]}, "out_dtype must be"),
-        ({"config": lambda x: Config(tile_n=96)}, "the FP8 kernel needs tile_n 64 or 128"),
+        ({"config": lambda x: Config(tile_n=80)}, "the FP8 kernel needs tile_n 64, 96 or 128"),
         ({"window_size": lambda x: [1, 2]}, "window_size must be a tuple"),
     ],
     ids=str,
