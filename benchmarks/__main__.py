@@ -25,6 +25,7 @@ from benchmarks.contenders import OURS
 from benchmarks.peers import PEERS
 from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS, grid
 from benchmarks.rows import RESULTS
+from benchmarks.shapes import WINDOW_SEQLEN
 from benchmarks.timing import Budget
 from fa import GENERATIONS
 from fa3.config import FP8_CAPABILITIES
@@ -136,11 +137,14 @@ SHAPES = typed(
     head_dim=benchmarks.shapes.HEAD_DIMS,
     mask=MASKS,
     seqlen=benchmarks.shapes.SEQLENS,
+    kind=benchmarks.shapes.KINDS,
     versions=benchmarks.shapes.VERSIONS,
 )
 TILES = typed(head_dim=benchmarks.tiles.HEAD_DIMS, mask=benchmarks.tiles.MASKS, seqlen=benchmarks.tiles.SEQLENS)
 SUSTAINED = typed(versions=benchmarks.sustained.VERSIONS, peers=benchmarks.sustained.DEFAULT_PEERS)
-ACCURACY = typed(head_dim=benchmarks.accuracy.HEAD_DIMS)
+ACCURACY = typed(
+    head_dim=benchmarks.accuracy.HEAD_DIMS, dtype=benchmarks.accuracy.DTYPES, inputs=benchmarks.accuracy.KINDS
+)
 QUANTIZE = typed(head_dim=benchmarks.quantize.HEAD_DIMS, seqlen=benchmarks.quantize.SEQLENS)
 DECODE = typed(
     batch=benchmarks.decode.BATCHES,
@@ -272,6 +276,10 @@ def tiles(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=V,V", help="Values of a field of its Config; again for each field."),
     ] = None,
+    at_most: Annotated[
+        int | None,
+        typer.Option(min=1, help="Candidates: the default, then those that differ from it in fewest fields."),
+    ] = None,
     repeats: Rounds = benchmarks.tiles.ROUNDS,
     results: Results = RESULTS,
 ) -> None:
@@ -291,9 +299,9 @@ def tiles(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if nothing_measured(out):
-        raise typer.Exit(benchmarks.tiles.compile_only(version, problems, space, out, pass_))
+        raise typer.Exit(benchmarks.tiles.compile_only(version, problems, space, out, pass_, at_most))
     budget = Budget(rounds=repeats)
-    raise typer.Exit(benchmarks.tiles.search(version, problems, space, budget, results, out, pass_))
+    raise typer.Exit(benchmarks.tiles.search(version, problems, space, budget, results, out, pass_, at_most))
 
 
 @app.command()
@@ -301,19 +309,27 @@ def shapes(
     head_dim: HeadDims = SHAPES["head_dim"],
     mask: Masks = SHAPES["mask"],
     seqlen: Seqlens = SHAPES["seqlen"],
+    kinds: Annotated[
+        Any,
+        typer.Option(
+            "--kind", parser=several(benchmarks.shapes.KINDS), metavar="K,K", help="In the order of the default."
+        ),
+    ] = SHAPES["kind"],
     versions: Versions = SHAPES["versions"],
     peers: Peers = "",
     repeats: Rounds = Budget.rounds,
     results: Results = RESULTS,
 ) -> None:
-    """Measure fp16, grouped heads, packed sequences, a sliding window and softcap against plain attention.
+    """Measure grouped heads, fp16, packed sequences, a sliding window and softcap against plain attention.
 
     Anywhere but on a Hopper GPU it shows what it would measure, the errors of the algorithms, and what the kernels were
     compiled to.
     """
     out = console()
     problems_of(head_dim, mask, seqlen)  # an option that is wrong says so
-    problems = benchmarks.shapes.shapes(head_dim, mask, seqlen)
+    problems = benchmarks.shapes.shapes(head_dim, mask, seqlen, kinds)
+    if not problems:
+        raise typer.BadParameter(f"nothing to measure: a window needs mask causal and seqlen {WINDOW_SEQLEN}")
     if nothing_measured(out):
         raise typer.Exit(benchmarks.shapes.without_a_gpu(problems, versions, out))
     raise typer.Exit(benchmarks.shapes.measure(problems, [*versions, *peers], Budget(rounds=repeats), results, out))
@@ -386,20 +402,24 @@ def decode(
 @app.command()
 def accuracy(
     head_dim: HeadDims = ACCURACY["head_dim"],
+    dtype: Annotated[Any, typer.Option(parser=several(benchmarks.accuracy.DTYPES), metavar="T,T")] = ACCURACY["dtype"],
+    inputs: Annotated[Any, typer.Option(parser=several(benchmarks.accuracy.KINDS), metavar="I,I")] = ACCURACY["inputs"],
     seqlen: Annotated[int | None, typer.Option(min=1, help="Queries and keys.")] = None,
     heads: Annotated[int | None, typer.Option(min=1)] = None,
     row: Annotated[int | None, typer.Option(min=1, help="Keys of the long row.")] = None,
     results: Results = RESULTS,
     picture: Picture = benchmarks.accuracy.PICTURE,
 ) -> None:
-    """Measure how far fp16, bf16 and FP8 are from fp64, each kind of FP8's scales with and without rotation.
+    """Measure how far fp16, bf16 and FP8 are from fp64: FP8's scales of each kind, with and without rotation, its sums
+    in one level and in two.
 
-    On a Hopper GPU it is the kernels' error, anywhere else the algorithms', on smaller tensors; the rows are kept.
+    On a Hopper GPU it is the kernels' error, anywhere else the algorithms', on smaller tensors, with the sums of FP8
+    emulated (two minutes); the rows are kept.
     """
     out = console()
     check_fp8_head_dims(head_dim)
     sizes = {"seqlen": seqlen, "heads": heads, "row": row}
-    raise typer.Exit(benchmarks.accuracy.measure(head_dim, results, picture, out, **sizes))
+    raise typer.Exit(benchmarks.accuracy.measure(head_dim, results, picture, out, dtype, inputs, **sizes))
 
 
 @app.command()

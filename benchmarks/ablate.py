@@ -3,9 +3,11 @@
     ladder          every switch off, then one more on a rung: what an idea adds to those before it
     without         the full configuration less one switch: what would be lost without it
     with            the full configuration and one switch more, of those that it leaves off
+    before          beside the ladder's foot: the generation before with its own ideas off, and as it is by default
 
 Tiles and stages are those of the full configuration throughout, so a rung differs from its neighbour by its idea alone.
 They are the problem's default unless others are chosen: what an idea saves, registers say, must be there without it.
+The generation before has its own tiles, and is timed in the same turns.
 A configuration that there cannot be, because a rule of its Config forbids it, is a line with the rule and no number.
 """
 
@@ -51,7 +53,10 @@ PAPER = (
 ROUNDS = 20  # four times a comparison's: neighbouring rungs may differ by a percent
 
 LABEL_WIDTH = 44  # characters of a line's name in the picture, before it is broken
-WHOLE, GAIN, LOSS = "#08306b", "#4292c6", "#d6604d"
+WHOLE, GAIN, LOSS, OTHER = "#08306b", "#4292c6", "#d6604d", "#888888"
+
+# What turns off the ideas of a generation that has no switches: the fields that its default adds to the paper.
+PLAIN = {"fa1": {"q_splits": 1}}
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,69 @@ class Line:
     before: Any = None  # of a rung: the rung before
     full: Any = None  # of every other line: the full configuration
     why_not: str | None = None  # why there cannot be this configuration
+    version: str | None = None  # of the generation before, beside the ladder
 
     @property
     def is_rung(self) -> bool:
         return self.full is None
 
+    @property
+    def view(self) -> int:
+        """Where it stands: the generation before, the ladder, one switch less or more."""
+        return 0 if self.version else 1 if self.is_rung else 2
+
 
 def lines(full: Any) -> list[Line]:
     """The three views of a Config's switches. A configuration may stand in more than one of them."""
     return [*_rungs(full), *_one_off(full), *_one_more(full)]
+
+
+def references(version: str, problem: Problem, full: Any = None) -> list[Line]:
+    """The generation before on this problem, with its own ideas off and as it is by default; one line if both are one.
+
+    None for the first generation, and where the one before cannot run.
+    """
+    found: dict[Any, Line] = {}
+    for one in reference_contenders(version):
+        if not one.generation.why_not(problem):
+            config, why_not = _legal(lambda one=one: one.config(problem))
+            text = f"{one.name}{_plain_values(one.version, config)}" if config and not one.switched else one.name
+            found.setdefault(config, Line(text, config, full=full, why_not=why_not, version=one.version))
+    return list(found.values())
+
+
+def reference_contenders(version: str) -> list[Ours]:
+    """The generation before, with its own ideas off and as it is by default; none before the first."""
+    before = predecessor(version)
+    if before is None:
+        return []
+    return [Ours(before, f"{before}, {plain_name(before)}", plain(before)), Ours(before, f"{before}, its default")]
+
+
+def predecessor(version: str) -> str | None:
+    """The generation before."""
+    return dict(zip(list(GENERATIONS)[1:], GENERATIONS, strict=False)).get(version)
+
+
+def plain(version: str) -> dict[str, Any]:
+    """The fields of a Config that turn off a generation's own ideas."""
+    return PLAIN.get(version) or dict.fromkeys([f.name for f in switches(GENERATIONS[version].config_type)], False)
+
+
+def plain_name(version: str) -> str:
+    """A generation's ideas turned off: "all off", or the fields that do it."""
+    return ", ".join(f"{field} {value}" for field, value in PLAIN.get(version, {}).items()) or "all off"
+
+
+def is_plain(version: str, config: Mapping[str, Any]) -> bool:
+    """Whether a generation's own ideas are off in a Config, or in a row's."""
+    return all(config.get(field) == value for field, value in plain(version).items())
+
+
+def _plain_values(version: str, config: Any) -> str:
+    """What the default has in the fields of PLAIN: ": q_splits 4"."""
+    values = ", ".join(f"{field} {getattr(config, field)}" for field in PLAIN.get(version, {}))
+    return values and f": {values}"
 
 
 def _rungs(full: Any) -> Iterator[Line]:
@@ -152,9 +211,15 @@ def ablate(
     console: Console,
 ) -> int:
     """Measures the ablation on the current GPU; the exit status is 1 if a configuration failed, 130 if interrupted."""
-    sweep = compare.prepare(contenders(version, problems, chosen), problems, budget, results, console, SUITE)
-    groups = [[problem] for problem in problems]
-    status = compare.run(compare.steps(sweep, groups, lambda row: row.switches_label or row.version), console)
+    everyone = [*reference_contenders(version), *contenders(version, problems, chosen)]
+    sweep = compare.prepare(everyone, problems, budget, results, console, SUITE)
+
+    def who(row: Row) -> str:
+        if row.version == version:
+            return row.switches_label
+        return f"{row.version}, {plain_name(row.version) if is_plain(row.version, row.config) else 'its default'}"
+
+    status = compare.run(compare.steps(sweep, [[problem] for problem in problems], who), console)
     compare.show(sweep, console, tables, draw, picture)
     return status or int(bool(sweep.failed))
 
@@ -170,34 +235,43 @@ def compile_only(version: str, problems: Sequence[Problem], chosen: Mapping[str,
             if line.why_not:
                 console.print(f"{name(problem)}, {line.text}: {line.why_not}", highlight=False)
     able = [problem for problem in kinds if not GENERATIONS[version].why_not(problem)]
-    return int(not without_gpu.kernels(contenders(version, able, chosen), able, console, who="configuration"))
+    everyone = [*reference_contenders(version), *contenders(version, able, chosen)]
+    return int(not without_gpu.kernels(everyone, able, console, who="configuration"))
 
 
 class Ablation:
     """What one run measured on one problem, under the lines that this checkout's Config has."""
 
     def __init__(self, measured: pd.DataFrame):
-        measured = comparison.as_rows(measured)
-        self.version = measured[0].version
+        self.version = ablated_version(measured)
+        before = [row for row in comparison.as_rows(measured) if row.version != self.version]
+        measured = [row for row in comparison.as_rows(measured) if row.version == self.version]
         self.problem = problem_of(measured[0])
         default = GENERATIONS[self.version].default_config(self.problem)
         known = [field for field in numbers(default) if field in measured[0].config]
         self.full = replace(default, **{field: measured[0].config[field] for field in known})
         self.chosen = {field: getattr(self.full, field) for field in known if self.full != default}
-        self.lines = lines(self.full)
+        self.lines = [*references(self.version, self.problem, self.full), *lines(self.full)]
         self._rows = {_on(row.config): row for row in measured}
+        self._before = {is_plain(row.version, row.config): row for row in before}
 
     def row(self, config: Any) -> Row | None:
         """The row with exactly these switches on; None if there is none."""
         return None if config is None else self._rows.get(_on(asdict(config)))
 
+    def row_of(self, line: Line) -> Row | None:
+        """A line's row; None if it was not measured."""
+        if line.version is None:
+            return self.row(line.config)
+        return self._before.get(is_plain(line.version, asdict(line.config))) if line.config else None
+
     @property
     def fastest(self) -> float:
-        return max(row.tflops for row in self._rows.values())
+        return max(row.tflops for row in (*self._rows.values(), *self._before.values()))
 
-    def change(self, config: Any, base: Any) -> float | None:
-        """By how much `config` is faster than `base`, as a fraction; None where one was not measured."""
-        row, other = self.row(config), self.row(base)
+    def change(self, line: Line, base: Any) -> float | None:
+        """By how much a line is faster than the configuration `base`, a fraction; None where one was not measured."""
+        row, other = self.row_of(line), self.row(base)
         return None if row is None or other is None else row.tflops / other.tflops - 1
 
     @property
@@ -217,8 +291,13 @@ def _on(config: Mapping[str, Any]) -> frozenset[str]:
 
 def ablations(run: pd.DataFrame) -> list[Ablation]:
     """The problems of a run, in the order in which they were measured."""
-    problem = ["version", "dtype", "head_dim", "causal", "batch", "seqlen_q", "heads_q", "heads_kv"]
+    problem = ["dtype", "head_dim", "causal", "batch", "seqlen_q", "heads_q", "heads_kv"]
     return [Ablation(measured) for _, measured in run[run.version != GEMM].groupby(problem, sort=False)]
+
+
+def ablated_version(run: pd.DataFrame) -> str | None:
+    """Whose ideas a run turned on and off: the newest generation in it; the one before is there for comparison."""
+    return next((version for version in reversed(GENERATIONS) if version in set(run.version)), None)
 
 
 def missing(run: pd.DataFrame) -> list[str]:
@@ -226,17 +305,17 @@ def missing(run: pd.DataFrame) -> list[str]:
     found = [ablation for ablation in ablations(run) if ablation.problem == DEFAULT]
     if not found:
         return [line.text for line in lines(GENERATIONS[VERSION].default_config(DEFAULT))]
-    return [line.text for ablation in found for line in ablation.lines if line.config and not ablation.row(line.config)]
+    return [line.text for ablation in found for line in ablation.lines if line.config and not ablation.row_of(line)]
 
 
 def tables(run: pd.DataFrame) -> list[Table]:
     """A table for each problem of a run: every line's rate, its spread and its change."""
     stale = comparison.stale_versions(run)
-    return [_table(ablation, ablation.version in stale, comparison.notes(run)) for ablation in ablations(run)]
+    return [_table(ablation, stale, comparison.notes(run)) for ablation in ablations(run)]
 
 
-def _table(ablation: Ablation, stale: bool, notes: list[str]) -> Table:
-    rate = "TFLOP/s" + (comparison.STALE if stale else "")
+def _table(ablation: Ablation, stale: set[str], notes: list[str]) -> Table:
+    rate = "TFLOP/s" + (comparison.STALE if ablation.version in stale else "")
     columns = ["configuration", rate, "p20 to p80", "to the rung before", "to the top rung"]
     result = Table(f"{ablation.title} (batch, seqlen, heads)", columns, notes=notes)
     if ablation.is_the_papers:
@@ -244,17 +323,24 @@ def _table(ablation: Ablation, stale: bool, notes: list[str]) -> Table:
     if ablation.chosen:
         chosen = ", ".join(f"{field} {value}" for field, value in ablation.chosen.items())
         result.notes.append(f"Every line has {chosen}; the default of this problem has others.")
+    if befores := {line.version for line in ablation.lines if line.version}:
+        before = befores.pop()
+        result.notes.append(
+            f"Lines of {before}: the generation before, with its own tiles, timed in turns with the rest. "
+            f'"{before}, {plain_name(before)}" has its own ideas off, as "all off" has those of {ablation.version}.'
+        )
     for line in ablation.lines:
-        row = ablation.row(line.config)
+        row = ablation.row_of(line)
         measured = (
             [f"{row.tflops:.0f}", "{:.0f} to {:.0f}".format(*comparison.spread(row))]
             if row
             else [comparison.NOTHING] * 2
         )
-        changes = [ablation.change(line.config, base) for base in (line.before, line.full)]
+        changes = [ablation.change(line, base) for base in (line.before, line.full)]
         if line.why_not:
             result.notes.append(f"{line.text}: {line.why_not}.")
-        result.add(line.text, *measured, *(comparison.NOTHING if x is None else f"{x:+.1%}" for x in changes))
+        text = line.text + (comparison.STALE if line.version in stale else "")
+        result.add(text, *measured, *(comparison.NOTHING if x is None else f"{x:+.1%}" for x in changes))
     return result
 
 
@@ -265,7 +351,7 @@ def draw(run: pd.DataFrame, path: Path) -> None:
     figure = Figure(figsize=(8.0, sum(heights)), layout="constrained", facecolor="white")
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for panel, ablation in zip(axes, panels, strict=True):
-        places = [y + (0.0 if line.is_rung else 0.5) for y, line in enumerate(ablation.lines)]  # a gap in between
+        places = [y + 0.5 * line.view for y, line in enumerate(ablation.lines)]  # a gap between two views
         for y, line in zip(places, ablation.lines, strict=True):
             _draw_line(panel, ablation, line, y)
         top = ablation.row(ablation.full)
@@ -273,7 +359,7 @@ def draw(run: pd.DataFrame, path: Path) -> None:
             panel.axvline(top.tflops, color=WHOLE, linewidth=0.8, linestyle=":")
         texts = [fill(line.text, LABEL_WIDTH, break_long_words=False) for line in ablation.lines]
         panel.set_yticks(places, texts, fontsize=8)
-        panel.set_ylim(places[-1] + 0.6, -0.6)  # the ladder's foot above, as in the table
+        panel.set_ylim(places[-1] + 0.6, places[0] - 0.6)  # the ladder's foot above, as in the table
         panel.set_xlim(0, 1.25 * ablation.fastest)  # room for the numbers
         panel.set_title(ablation.title, fontsize=10)
         panel.grid(axis="x", alpha=0.3)
@@ -284,13 +370,13 @@ def draw(run: pd.DataFrame, path: Path) -> None:
 
 def _draw_line(panel: Axes, ablation: Ablation, line: Line, y: float) -> None:
     """One bar: from what the line is compared with, or zero where that is nothing, to what it reached."""
-    row, base = ablation.row(line.config), ablation.row(line.before or line.full)
+    row, base = ablation.row_of(line), None if line.version else ablation.row(line.before or line.full)
     if row is None:
         text = "cannot be" if line.why_not else "not measured"
-        panel.annotate(text, (0, y), (5, 0), textcoords="offset points", va="center", fontsize=8, color="#888888")
+        panel.annotate(text, (0, y), (5, 0), textcoords="offset points", va="center", fontsize=8, color=OTHER)
         return
     start = base.tflops if base else 0.0
-    color = WHOLE if base is None else GAIN if row.tflops >= start else LOSS
+    color = OTHER if line.version else WHOLE if base is None else GAIN if row.tflops >= start else LOSS
     panel.barh(y, row.tflops - start, left=start, color=color, height=0.6)
     slower, faster = comparison.spread(row)
     panel.hlines(y, slower, faster, color="black", linewidth=1.0)

@@ -18,6 +18,8 @@ from benchmarks.rows import Row
 from benchmarks.tables import Table
 from benchmarks.timing import host_time
 from fa import GENERATIONS
+from fa3.config import FP8_CAPABILITIES
+from fa_common.capabilities import Capabilities
 from fa_common.compile import load, stats
 from fa_common.problem import Problem
 from fa_common.reference import attention
@@ -70,9 +72,16 @@ def generations_table() -> Table:
     for version, generation in GENERATIONS.items():
         has = generation.capabilities
         extras = [name for name in ("backward", "varlen", "window", "softcap") if getattr(has, name)]
-        claims = ", ".join(["forward", *extras, *has.dtypes, f"head_dim {has.head_dims[0]} to {has.head_dims[-1]}"])
+        claims = ", ".join(["forward", *extras, *has.dtypes, _head_dims(has)])
         table.add(version, "all, slowly", f"nothing: {why}" if why else "the kernels", claims)
+        if version == "fa3":
+            fp8 = ", ".join(["forward alone", *FP8_CAPABILITIES.dtypes, _head_dims(FP8_CAPABILITIES)])
+            table.add("fa3 in FP8", *table.rows[-1][1:-1], fp8)
     return table
+
+
+def _head_dims(has: Capabilities) -> str:
+    return f"head_dim {has.head_dims[0]} to {has.head_dims[-1]}"
 
 
 def peers_table() -> Table:

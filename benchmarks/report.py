@@ -84,7 +84,8 @@ def _newest_comparison(gpu: Path, suite: str = compare.SUITE) -> pd.DataFrame | 
 
 def _newest_ablation(gpu: Path, version: str = "fa3") -> pd.DataFrame | None:
     rows = _rows(gpu, "ablate")
-    return comparison.newest_run(rows[rows.run.isin(rows.run[rows.version == version])], ablate.missing)
+    runs = [run for run, measured in rows.groupby("run") if ablate.ablated_version(measured) == version]
+    return comparison.newest_run(rows[rows.run.isin(runs)], ablate.missing)
 
 
 def _compare_summary(gpu: Path, picture: str | None, suite: str = compare.SUITE) -> str | None:

@@ -105,6 +105,7 @@ class AccuracyRow:
     driver: str | None
     time: str
     source_sha: str | None  # None of "standard"
+    two_level: bool | None = None  # fa3's FP8 only: each P V a sum of its own; None in rows that did not tell
 
 
 @dataclass(frozen=True, kw_only=True)

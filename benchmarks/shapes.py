@@ -1,13 +1,13 @@
-"""Beyond the square grid: fp16, grouped heads, packed sequences, windows and softcap, each against plain attention.
+"""Beyond the square grid: grouped heads, fp16, packed sequences, windows and softcap, each against plain attention.
 
+    GQA 32/8                 as many K/V heads as query heads: four times the K and V
     fp16                     the same problem in bf16
-    GQA 32/8                 as many K/V heads as query heads: the same FLOPs, four times the K and V
-    varlen, 1 to 8192        dense sequences of one length, as many tokens and as many FLOPs
-    window (1024, 0)         the whole causal triangle
+    varlen, 1 to 8192        sequences of one length
+    window (1024, 0)         causal sequences of one length, about twice the window's
     softcap 50               the same problem without one
 
-A shape and its plain partner are timed in turns, so their ratio says what the feature costs. TFLOP/s count the pairs
-that the mask leaves, sequence by sequence.
+A shape's plain partner has as many FLOPs and about as many tokens. Both are timed in turns, so that their ratio says
+what the feature costs. TFLOP/s count the pairs that the mask leaves, sequence by sequence.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,7 @@ VERSIONS = ("fa3",)
 HEAD_DIMS = (128,)
 SEQLENS = (4096, 16384)
 
+KINDS = ("gqa", "fp16", "varlen", "window", "softcap")  # in the order in which they are measured
 GQA_HEADS = 32, 8
 SOFTCAP = 50.0
 WINDOW = 1024, None  # causal, so (1024, 0)
@@ -45,21 +46,23 @@ SMALL_LENGTHS = (1, 70, 128)
 
 
 def shapes(
-    head_dims: Sequence[int] = HEAD_DIMS, masks: Sequence[str] = MASKS, seqlens: Sequence[int] = SEQLENS
+    head_dims: Sequence[int] = HEAD_DIMS,
+    masks: Sequence[str] = MASKS,
+    seqlens: Sequence[int] = SEQLENS,
+    kinds: Sequence[str] = KINDS,
 ) -> list[Problem]:
-    """Every shape beyond the grid, at each head_dim, mask and length where it makes a difference."""
-    found = []
-    for plain in grid(head_dims, masks, seqlens):
-        heads_q, heads_kv = GQA_HEADS
-        found += [
-            replace(plain, dtype=torch.float16),
-            replace(plain, softcap=SOFTCAP),
-            replace(plain, heads_q=heads_q, heads_kv=heads_kv),
-        ]
-        if plain.causal and plain.seqlen_q == WINDOW_SEQLEN:
-            found.append(replace(plain, window=WINDOW))
-    found += [replace(plain, **packed(lengths())) for plain in grid(head_dims, masks, [LONGEST])]
-    return found
+    """The shapes of these kinds, kind by kind, at each head_dim, mask and length where it makes a difference."""
+    plain = grid(head_dims, masks, seqlens)
+    heads_q, heads_kv = GQA_HEADS
+    long = [problem for problem in plain if problem.causal and problem.seqlen_q == WINDOW_SEQLEN]
+    of_kind = {
+        "gqa": [replace(problem, heads_q=heads_q, heads_kv=heads_kv) for problem in plain],
+        "fp16": [replace(problem, dtype=torch.float16) for problem in plain],
+        "varlen": [replace(problem, **packed(lengths())) for problem in grid(head_dims, masks, [LONGEST])],
+        "window": [replace(problem, window=WINDOW) for problem in long],
+        "softcap": [replace(problem, softcap=SOFTCAP) for problem in plain],
+    }
+    return [shape for one in KINDS if one in kinds for shape in of_kind[one]]
 
 
 def lengths(longest: int = LONGEST, tokens: int = PACKED_TOKENS, seed: int = SEED) -> list[int]:
@@ -71,11 +74,15 @@ def lengths(longest: int = LONGEST, tokens: int = PACKED_TOKENS, seed: int = SEE
 
 
 def partner(shape: Problem) -> Problem:
-    """What a shape is measured against: plain bf16 attention without its feature, with as many FLOPs if it can be."""
+    """What a shape is measured against: plain bf16 attention without its feature, of as many FLOPs.
+
+    Without a window or packed sequences it is of the same size, with them sequences of one length that have as many
+    pairs of a query and a key, and about as many tokens.
+    """
     plain = replace(shape, dtype=torch.bfloat16, heads_kv=shape.heads_q, window=(None, None), softcap=0.0)
-    if not shape.varlen:
+    if not shape.varlen and shape.window == (None, None):
         return plain
-    squares = sum(length**2 for length, _ in shape.seqlens)
+    squares = shape.pairs * (2 if shape.causal else 1)  # the sum of the sequences' seqlen^2
     batch = max(1, round(shape.total_q**2 / squares))
     seqlen = round((squares / batch) ** 0.5)
     sizes = {"batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "total_q": None, "total_k": None}
@@ -115,7 +122,7 @@ def table(run: pd.DataFrame) -> Table:
         notes=[
             *comparison.notes(run),
             "Sizes are batch x seqlen x heads. TFLOP/s count the pairs that the mask leaves. Against: plain bf16 "
-            "attention with a K/V head for each query head, timed in turn.",
+            "attention of as many FLOPs with a K/V head for each query head, timed in turn.",
         ],
     )
     for (version, problem), row in by_problem.items():

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from benchmarks import compare, comparison, without_gpu
+from benchmarks import compare, comparison, rows, without_gpu
 from benchmarks.contenders import OURS, Ours
 from benchmarks.peers import GEMM
 from benchmarks.problems import SHAPE_COLUMNS, name, problem_of
@@ -86,6 +86,16 @@ def candidates(version: str, problem: Problem, space: Space, direction: Directio
     return list(found.values())
 
 
+def nearest(found: Sequence[Ours], problem: Problem, at_most: int | None) -> list[Ours]:
+    """At most so many of the candidates: the first, which is the default, and those that differ in fewest fields."""
+    default = asdict(found[0].config(problem))
+
+    def distance(one: Ours) -> int:
+        return sum(value != default[field] for field, value in asdict(one.config(problem)).items())
+
+    return sorted(found, key=distance)[:at_most]
+
+
 def label_of(config: Any, space: Space) -> str:
     """A candidate by the fields that are searched: "tile_m 128, tile_n 64, stages 2"."""
     return ", ".join(f"{field} {getattr(config, field)}" for field in space)
@@ -103,12 +113,14 @@ def search(
     results: Path,
     console: Console,
     direction: Direction = "fwd",
+    at_most: int | None = None,
 ) -> int:
     """Measures the candidates of each kind of problem on the current GPU; 1 if one was wrong, 130 if interrupted."""
-    status = 0
+    status, identifier = 0, rows.new_run()
     for kind in _by_kind(problems):
-        ours = candidates(version, kind[0], space, direction)
+        ours = nearest(candidates(version, kind[0], space, direction), kind[0], at_most)
         sweep = compare.prepare(ours, kind, budget, results, console, SUITE, direction=direction)
+        sweep.run = identifier
         who = {tuple(one.switched.items()): one.name for one in sweep.contenders}
 
         def named(row: Row, who: Mapping[tuple, str] = who) -> str:
@@ -122,13 +134,18 @@ def search(
 
 
 def compile_only(
-    version: str, problems: Sequence[Problem], space: Space, console: Console, direction: Direction = "fwd"
+    version: str,
+    problems: Sequence[Problem],
+    space: Space,
+    console: Console,
+    direction: Direction = "fwd",
+    at_most: int | None = None,
 ) -> int:
     """Shows what each candidate is compiled to; the exit status is 1 if none compiles."""
     compiled = False
     for kind in _by_kind(problems):
         able = [problem for problem in kind if not GENERATIONS[version].why_not(problem)][-1:]
-        ours = candidates(version, kind[0], space, direction)
+        ours = nearest(candidates(version, kind[0], space, direction), kind[0], at_most)
         reports = without_gpu.kernel_reports(ours, able, console)
         console.print(without_gpu.kernels_table(reports, "candidate").to_rich())
         compiled = compiled or any(isinstance(made, KernelReport) for made in reports.values())

@@ -11,11 +11,10 @@ from torch import Tensor
 import fa1.interface
 import fa2.interface
 import fa3.interface
-from fa_common.generation import Generation
+from fa_common.generation import Generation, Prepared
 from fa_common.problem import Problem, UnsupportedProblem, Window
 
 AUTO = "auto"
-MAX_CHOICES = 4096  # choices kept at once, a bound for programs whose shapes never repeat
 
 # Oldest first: this order is the story, and "auto" walks it backwards.
 GENERATIONS: dict[str, Generation] = {
@@ -23,7 +22,7 @@ GENERATIONS: dict[str, Generation] = {
 }
 
 _version: ContextVar[str] = ContextVar("version", default=AUTO)
-_choices: dict[tuple, Generation] = {}
+_choices = Prepared()  # the generation of each kind of call
 
 
 def flash_attn_func(
@@ -131,18 +130,17 @@ def select(*subject: Problem | Tensor, version: str = AUTO, **arguments: Any) ->
     if version == AUTO:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reversed(reasons.items()))
         raise UnsupportedProblem(f"no generation can run this problem{lines}")
-    others = f"{' and '.join(fitting)} can" if fitting else "no other generation can"
-    if problem.dtype == torch.float8_e4m3fn and version != "fa3":
-        others = f"fa3 can: {reasons['fa3']}"
+    others = [f"{' and '.join(fitting)} can"] if fitting else []
+    for name, generation in GENERATIONS.items():
+        if name != version and (other_call := generation.other_call(problem)):
+            others.append(f"{name} can: {other_call}")
+    others = "; ".join(others) or "no other generation can"
     raise UnsupportedProblem(f"{version} cannot run this problem: {reasons[version]}; {others}")
 
 
 def why_not(problem: Problem) -> dict[str, str | None]:
     """Each generation's reason against the problem, oldest first; None where it fits."""
-    reasons = {name: generation.why_not(problem) for name, generation in GENERATIONS.items()}
-    if problem.dtype == torch.float8_e4m3fn:
-        reasons["fa3"] = "8-bit tensors come with scales: call fa3.flash_attn_func with descale_q, descale_k, descale_v"
-    return reasons
+    return {name: generation.why_not(problem) for name, generation in GENERATIONS.items()}
 
 
 # torch.compile cannot trace a context variable: it takes the version for a constant of the graph.
@@ -184,9 +182,7 @@ def _generation(
         return GENERATIONS[_select(version, q, k, v, mask, sequences)]
     if generation is None:
         generation = GENERATIONS[_select(version, q, k, v, mask, sequences)]
-        if len(_choices) >= MAX_CHOICES:
-            _choices.clear()
-        _choices[key] = generation
+        _choices.keep(key, generation)
     return generation
 
 

@@ -255,6 +255,8 @@ def forward_fp8(
             K = memory.read(k[:, keys])
             scale_k, scale_v = (row_scales(x, keys, KV_BLOCK, memory).mT for x in (descale_k, descale_v))
             S = softmax_scale * scale_q * scale_k * (Q @ K.mT)  # (batch * heads, queries, keys)
+            # In fp32, with two_level_accumulation or without. Tensor cores keep fewer bits: benchmarks/tensor_cores.py
+            # emulates them, in thirty times the time.
             O = torch.baddbmm(O, rounded(P, v.dtype), V)
             V = memory.read(v[:, keys])
             if softcap:

@@ -20,7 +20,12 @@ SCHEDULERS = ("static", "dynamic")
 SHORT_QUERIES = 16  # up to so many, the query heads of a K/V head are packed into one tile
 
 # FP8 (FA3 3.3). An e4m3 row must be a multiple of 16 bytes, as every load is.
-FP8_CAPABILITIES = replace(CAPABILITIES, dtypes=("float8_e4m3fn",), head_dims=tuple(range(16, 257, 16)))
+FP8_CAPABILITIES = replace(
+    CAPABILITIES,
+    dtypes=("float8_e4m3fn",),
+    head_dims=tuple(range(16, 257, 16)),
+    other_call="8-bit tensors come with scales: call fa3.flash_attn_func with descale_q, descale_k, descale_v",
+)
 # So many rows of a sequence and head share a scale, where blocks have one.
 Q_BLOCK = 64  # of Q: what one warpgroup computes
 KV_BLOCK = 128  # of K and of V
@@ -45,6 +50,9 @@ class Config:
     overlap_gemm_softmax: bool = switch("GEMM-softmax overlap", "FA3 3.2")
     p_in_registers: bool = switch("P in registers", "FA3 code")  # else P V reads P from shared memory
     lazy_rescale: bool = switch("lazy rescale", "FA4")  # of O, only once P would outgrow 2^8
+    optimistic_exp: bool = switch(
+        "optimistic exponentials", "here", requires=("lazy_rescale", "p_in_registers")
+    )  # under the maximum so far, checked afterwards
     polynomial_exp: bool = switch("polynomial exponentials", "FA4", default=False)  # a quarter, off the MUFU pipe
     persistent: bool = switch("persistent CTAs", "FA3 code", requires=("warp_specialized",))
     epilogue_overlap: bool = switch("epilogue overlap", "FA3 code", requires=("persistent",))  # O has its own memory
@@ -103,8 +111,10 @@ def default_config(problem: Problem) -> Config:
         if is_crowded:
             return schedule(tile_m=192, tile_n=80, stages=3)
         if problem.causal or problem.seqlen_k <= 4096:
-            # Four consumer warpgroups: the more there are, the better they hide each other's latencies.
-            return schedule(tile_m=256, tile_n=64, stages=3, q_register_steps=1 if is_plain else 0)
+            # Four consumer warpgroups: the more there are, the better they hide each other's latencies. Of causal tiles
+            # they have unequal shares, and taking turns makes them wait for the longest.
+            steps = 1 if is_plain else 0
+            return schedule(tile_m=256, tile_n=64, stages=3, q_register_steps=steps, pingpong=not problem.causal)
         # WGMMA reads Q from shared memory for each 64 keys: on long rows wider blocks outweigh the fourth warpgroup.
         return schedule(tile_m=192, tile_n=128, stages=3, q_register_steps=1 if is_plain else 0)
     if problem.head_dim <= 96:
@@ -114,10 +124,10 @@ def default_config(problem: Problem) -> Config:
             # Short rows: few blocks each, of which 192 rows would mask more.
             return schedule(tile_m=128, tile_n=128, stages=2, q_register_steps=4 if is_plain else 0)
         # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
-        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=2 if is_plain else 0)
-    # Shared memory has no room for O beside Q.
+        steps = 2 if is_plain else 0
+        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=steps, pingpong=problem.seqlen_k < 8192)
     tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
-    return schedule(tile_m=128, tile_n=tile_n, stages=2, epilogue_overlap=False)
+    return schedule(tile_m=128, tile_n=tile_n, stages=2)
 
 
 def check_fp8_config(config: Config) -> None:
@@ -133,9 +143,10 @@ def check_fp8_config(config: Config) -> None:
     for name in ("cluster", "pack_gqa"):
         if getattr(config, name):
             raise ValueError(f"the FP8 kernel needs {name}=False; got {name}=True")
-    if config.tile_n not in (64, 128):
+    if config.tile_n not in (64, 96, 128):
         raise ValueError(
-            f"the FP8 kernel needs tile_n 64 or 128 (a block with one scale, or half); got {config.tile_n}"
+            "the FP8 kernel needs tile_n 64, 96 or 128 (the keys of a block have at most two scales); "
+            f"got {config.tile_n}"
         )
     if config.stages < 2:
         raise ValueError(f"the FP8 kernel needs 2 stages or more (one to load, one to turn); got {config.stages}")
@@ -152,6 +163,8 @@ def default_fp8_config(problem: Problem) -> Config:
     schedule = partial(Config, tile_n=64, stages=4, scheduler="dynamic" if is_uneven else "static", pingpong=False)
     # Q in registers where there are some left: S of 64 keys would read it from shared memory all too often.
     steps = 0 if problem.varlen or is_bounded else 4
+    # Wider blocks cost less a key, and leave no register for Q: for long rows.
+    is_wide = steps > 0 and problem.seqlen_k >= 4096
     if problem.head_dim <= 64:
         if problem.varlen:
             return schedule(tile_m=192)
@@ -159,8 +172,11 @@ def default_fp8_config(problem: Problem) -> Config:
     if problem.head_dim <= 96:
         return schedule(tile_m=192, q_register_steps=steps // 2)
     if problem.head_dim <= 128:
-        # Half of a block that has one scale: with 128 keys S, P and O of 192 rows would take all registers.
+        if is_wide and problem.head_dim == 128:
+            return schedule(tile_m=192, tile_n=96, stages=5)
         return schedule(tile_m=128 if is_crowded else 192, q_register_steps=steps)
+    if is_wide and problem.head_dim > 192:
+        return schedule(tile_m=128, tile_n=96, stages=3)
     return schedule(tile_m=64 if is_crowded and problem.head_dim > 192 else 128, q_register_steps=steps)
 
 

@@ -14,6 +14,8 @@ product has its depth: lane q of a quad holds columns 2q, 2q+1, 2q+8 and 2q+9 of
 from one to the other without a shuffle.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32
@@ -94,38 +96,70 @@ def load_bytes(s: cute.Tensor, r: cute.Tensor, num_steps: int, thread: Int32) ->
         cute.copy(load, chunk_at((address ^ first) + panel * columns * rows), steps[None, step])
 
 
-@cute.jit
-def transpose_values(base: Int32, tile_n: cutlass.Constexpr, width: cutlass.Constexpr, thread: Int32, sync):
+@dataclass(frozen=True)
+class Transposition:
     """V (tile_n, width) becomes V^T (width, tile_n) in the same shared memory, keys reordered as above.
 
-    For the 128 threads of a warpgroup; `sync` is their barrier. Both lie in rows of up to 128 bytes. With one row of
-    V^T in one such piece (tile_n 32, 64 or 128) each panel of V, all rows of up to 128 columns, and its own rows of
-    V^T are the same bytes, so that a panel at a time is enough to hold in registers: 32 of them at 128 x 128.
+    For the 128 threads of a warpgroup. V lies in panels, rows of up to 128 bytes, and V^T in slabs, of up to 128 keys.
+    With one slab (tile_n 32, 64 or 128) a panel and its own rows of V^T are the same bytes, so that a panel at a time
+    is enough to hold in registers: 32 of them at 128 x 128. With more, all of V is held.
     """
-    assert atom_bytes(tile_n) == tile_n, "a row of V^T would lie in several pieces, and panels would overlap"
-    lane, warp_index = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
-    load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), Uint16)
-    store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), Uint16)
-    # A warp has 32 keys and, with fewer than 128 of them, a part of the columns, 16 at a time.
-    columns, key_groups = atom_bytes(width), tile_n // LANES
-    num_pieces = columns // CHUNK * key_groups // WARPS
-    keys, first_piece = warp_index % key_groups, warp_index // key_groups * num_pieces
-    # To ldmatrix lane l points to key l of 32; to stmatrix, to a row of V^T and to 16 of the keys.
-    matrix = lane // 8
-    source = chunk_address(base, keys * LANES + lane, first_piece, columns)
-    row = first_piece * CHUNK + 2 * (lane % 8) + matrix % 2
-    target = chunk_address(base, row, keys * 2 + matrix // 2, tile_n)
-    for panel in cutlass.range_constexpr(width // columns):
-        panel_bytes = panel * columns * tile_n
-        pieces = [cute.make_rmem_tensor((CHUNK // 2,), Uint16) for _ in range(num_pieces)]
-        for i in cutlass.range_constexpr(num_pieces):
-            cute.copy(load, chunk_at((source ^ (i * CHUNK)) + panel_bytes), pieces[i])
-        # Every warp has read its pieces of this panel: they may be overwritten.
-        sync()
-        for i in cutlass.range_constexpr(num_pieces):
-            words = cute.recast_tensor(pieces[i], Uint32)
-            for half in cutlass.range_constexpr(2):
-                low, high = words[2 * half], words[2 * half + 1]
-                words[2 * half] = cute.arch.prmt(low, high, LOW_BYTES)
-                words[2 * half + 1] = cute.arch.prmt(low, high, HIGH_BYTES)
-            cute.copy(store, pieces[i], chunk_at(target + (i * CHUNK * tile_n + panel_bytes)))
+
+    source: Int32  # where a thread's first piece of 16 columns lies, from the first byte on
+    target: Int32  # where its row of V^T goes
+    low_bytes: Uint32  # which bytes of two registers make the first and the second row of V^T
+    high_bytes: Uint32
+    tile_n: int
+    width: int
+
+    @staticmethod
+    def of(tile_n: int, width: int, thread: Int32) -> "Transposition":
+        lane, warp_index = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
+        columns, keys_of_slab = atom_bytes(width), atom_bytes(tile_n)
+        # A warp has 32 keys of a slab and, with fewer than 128 of them, a part of the columns, 16 at a time.
+        key_groups = keys_of_slab // LANES
+        num_pieces = columns // CHUNK * key_groups // WARPS
+        assert num_pieces, "some warps would have nothing of a panel"
+        keys, first_piece = warp_index % key_groups, warp_index // key_groups * num_pieces
+        # To ldmatrix lane l points to key l of 32; to stmatrix, to a row of V^T and to 16 of the keys. The second four
+        # of a matrix's rows are odd where the first are even: so all eight lie in banks of their own.
+        matrix, is_second = lane // 8, lane // 4 % 2
+        row = first_piece * CHUNK + 2 * (lane % 8) + (matrix % 2 ^ is_second)
+        swaps = lane >= LANES // 2  # it holds columns of such a row
+        low, high = Uint32(LOW_BYTES), Uint32(HIGH_BYTES)
+        return Transposition(
+            chunk_address(Int32(0), keys * LANES + lane, first_piece, columns),
+            chunk_address(Int32(0), row, keys * 2 + matrix // 2, keys_of_slab),
+            cutlass.select_(swaps, high, low),
+            cutlass.select_(swaps, low, high),
+            tile_n,
+            width,
+        )
+
+    @cute.jit
+    def run(self, base: Int32, sync: cutlass.Constexpr):
+        """Turns the V at `base`, a multiple of 128 bytes, around; `sync` is the barrier of all 128 threads."""
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), Uint16)
+        store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), Uint16)
+        columns, keys_of_slab = atom_bytes(self.width), atom_bytes(self.tile_n)
+        num_panels, num_slabs = self.width // columns, self.tile_n // keys_of_slab
+        num_pieces = columns // CHUNK * (keys_of_slab // LANES) // WARPS  # of a panel and slab, that a warp has
+        held = num_panels if num_slabs > 1 else 1  # panels at a time
+        for first_panel in cutlass.range_constexpr(0, num_panels, held):
+            places = [(first_panel + panel, slab) for panel in range(held) for slab in range(num_slabs)]
+            pieces = [cute.make_rmem_tensor((CHUNK // 2,), Uint16) for _ in range(num_pieces * len(places))]
+            for i in cutlass.range_constexpr(len(pieces)):
+                (panel, slab), piece = places[i // num_pieces], i % num_pieces
+                offset = (panel * self.tile_n + slab * keys_of_slab) * columns
+                cute.copy(load, chunk_at(((base + self.source) ^ (piece * CHUNK)) + offset), pieces[i])
+            # Every warp has read its pieces: they may be overwritten.
+            sync()
+            for i in cutlass.range_constexpr(len(pieces)):
+                (panel, slab), piece = places[i // num_pieces], i % num_pieces
+                words = cute.recast_tensor(pieces[i], Uint32)
+                for half in cutlass.range_constexpr(2):
+                    first, second = words[2 * half], words[2 * half + 1]
+                    words[2 * half] = cute.arch.prmt(first, second, self.low_bytes)
+                    words[2 * half + 1] = cute.arch.prmt(first, second, self.high_bytes)
+                offset = (slab * self.width + panel * columns + piece * CHUNK) * keys_of_slab
+                cute.copy(store, pieces[i], chunk_at(base + self.target + offset))

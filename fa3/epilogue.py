@@ -11,6 +11,8 @@ from fa3.scheduler import Tile, Work
 from fa3.sync import THREADS_PER_WARPGROUP, WARPS_PER_WARPGROUP, NamedBarrier
 from fa_common.tiles import as_rows_and_columns
 
+PIECE = 64  # columns
+
 
 @cute.jit
 def store_lse(work: Work, tile: Tile, first_row: Int32, lse: cute.Tensor, products: Products, mLSE: cute.Tensor):
@@ -50,34 +52,51 @@ def store_rows(work: Work, tile: Tile, first_row: Int32, products: Products, mO:
                     cute.autovec_copy(pair, cute.make_tensor(pointer, cute.make_layout(2)))
 
 
+def piece_of(width: int) -> int:
+    """How many columns of O leave at once: a swizzled row of 16-bit numbers, where that divides the width."""
+    return PIECE if width % PIECE == 0 else width
+
+
 @cute.jit
 def store_tile(work: Work, tile: Tile, first_row: Int32, products: Products, sO: cute.Tensor, destination: tuple):
-    """O of one warpgroup through its 64 rows of shared memory; `destination` is the TMA store and its tensor."""
+    """O of one warpgroup through shared memory, 64 columns after the other.
+
+    sO is (64, columns, warpgroups * places): with fewer places than pieces a place is written again once TMA has read
+    it. `destination` is the TMA store and its tensor.
+    """
     tma_O, mO = destination
     config, sequences = work.facts.config, work.facts.sequences
     barrier = NamedBarrier.ROWS + products.warpgroup
     is_storing_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0
+    columns, num_places = cute.size(sO, mode=[1]), cute.size(sO, mode=[2]) // config.num_consumer_warpgroups
     rO = cute.make_rmem_tensor_like(products.acc_O, sO.element_type)
     rO.store(products.acc_O.load().to(sO.element_type))
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), sO.element_type)
     thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-    copy = cute.make_tiled_copy_C(stmatrix, products.mma_pv).get_slice(thread)
-    if const_expr(config.epilogue_overlap):
-        if is_storing_warp:
-            # TMA has read the tile before out of sO; then all four warps may overwrite it.
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+    copy = cute.make_tiled_copy_C(stmatrix, products.mma_piece).get_slice(thread)
+    num_pieces = cute.size(rO) * THREADS_PER_WARPGROUP // (ROWS * columns)
+    for piece in cutlass.range_constexpr(num_pieces):
+        place = products.warpgroup * num_places + piece % num_places
+        if const_expr(config.epilogue_overlap):
+            if is_storing_warp:
+                # TMA has read what this place held; then all four warps may overwrite it.
+                cute.arch.cp_async_bulk_wait_group(num_places - 1, read=True)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS_PER_WARPGROUP)
+        share = cute.size(rO) // num_pieces
+        rows_and_columns = cute.make_layout(((2, 2, share // 4), 1, 1))  # an accumulator of these columns alone
+        rPiece = cute.make_tensor(rO.iterator + piece * share, rows_and_columns)
+        cute.copy(stmatrix, copy.retile(rPiece), copy.partition_D(sO[None, None, place]))
+        # What these threads wrote becomes visible to TMA; then all four warps of the warpgroup have written.
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS_PER_WARPGROUP)
-    cute.copy(stmatrix, copy.retile(rO), copy.partition_D(sO))
-    # What these threads wrote becomes visible to TMA; then all four warps of the warpgroup have written.
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS_PER_WARPGROUP)
-    # No box may lie wholly behind a moving end: a warpgroup without a row stores nothing.
-    if is_storing_warp & (first_row < tile.seqlen_q):
-        rows = rows_of(mO, sequences_of_q(sequences), tile.head, tile.batch, (tile.offset_q, tile.seqlen_q))
-        tOsO, tOgO = tma_partition(tma_O, sO, cute.local_tile(rows, (ROWS, cute.size(sO, mode=[1])), (None, 0)))
-        # TMA drops the rows past the sequence's end.
-        cute.copy(tma_O, tOsO, tOgO[None, first_row // ROWS])
-        cute.arch.cp_async_bulk_commit_group()
-        if const_expr(not config.epilogue_overlap):
-            # TMA has read O out of sQ.
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        # No box may lie wholly behind a moving end: a warpgroup without a row stores nothing.
+        if is_storing_warp & (first_row < tile.seqlen_q):
+            rows = rows_of(mO, sequences_of_q(sequences), tile.head, tile.batch, (tile.offset_q, tile.seqlen_q))
+            gO = cute.local_tile(rows, (ROWS, columns), (None, piece))
+            tOsO, tOgO = tma_partition(tma_O, sO, gO)
+            # TMA drops the rows past the sequence's end, and the columns past head_dim.
+            cute.copy(tma_O, tOsO[None, place], tOgO[None, first_row // ROWS])
+            cute.arch.cp_async_bulk_commit_group()
+    if const_expr(not config.epilogue_overlap) and is_storing_warp:
+        # TMA has read O out of sQ.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -27,7 +27,7 @@ shared memory, bytes (16-bit types; stages s; width: head_dim, up to 64, 96, 128
     sQ      tile_m * width * 2             each consumer warpgroup's 64 rows apart
     sK, sV  tile_n * width * 2 * s each
     sP      tile_m * tile_n * 2            unless P stays in registers
-    sO      tile_m * width * 2             with epilogue_overlap; else O leaves through sQ
+    sO      tile_m * min(width, 128) * 2   with epilogue_overlap; else O leaves through sQ
 registers a consumer thread (d = 128, 192 x 80, 160 of them): O 64, S 40, P 20
 """
 
@@ -44,7 +44,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.tensor_utils import LayoutEnum
 
-from fa3.epilogue import store_lse, store_rows, store_tile
+from fa3.epilogue import piece_of, store_lse, store_rows, store_tile
 from fa3.loads import (
     CpAsyncLoads,
     Shared,
@@ -58,7 +58,7 @@ from fa3.loads import (
 )
 from fa3.products import ROWS, Products
 from fa3.scheduler import NO_TILE, NUM_PLACES, Facts, Tile, Work, grid_size
-from fa3.softmax import BlockScales, OnlineSoftmax, rescale_rows
+from fa3.softmax import KeyScales, OnlineSoftmax, parts, rescale_rows
 from fa3.sync import (
     PRODUCER_WARP,
     REGISTERS,
@@ -167,14 +167,20 @@ class Forward:
             for q_source in (warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM)
         )
         v_major, v_order = (MN, LayoutEnum.COL_MAJOR) if self.dtype.width == 16 else (K, LayoutEnum.ROW_MAJOR)
-        mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, K, v_major, Float32, (1, 1, 1), (ROWS, width), p_source)
+        mma_pv, mma_piece = (
+            sm90.make_trivial_tiled_mma(dtype, dtype, K, v_major, Float32, (1, 1, 1), (ROWS, columns), p_source)
+            for columns in (width, piece_of(width))
+        )
         layout_Q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, width), dtype, self.num_consumers)
         layout_K = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (ROWS, tile_n, width), dtype, stages)
         layout_V = sm90.make_smem_layout_b(v_order, (ROWS, width, tile_n), dtype, stages)
         layout_P = None
         if const_expr(not self.config.p_in_registers):
             layout_P = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, width, tile_n), dtype, self.num_consumers)
-        layout_O = sm90.make_smem_layout_epi(self.dtype_O, LayoutEnum.ROW_MAJOR, (ROWS, width), self.num_consumers)
+        piece = piece_of(width)
+        # With memory of its own O has two places, one to write and one for TMA to read; in sQ room for all its pieces.
+        places = self.num_consumers * (min(2, width // piece) if self.owns_O else width // piece)
+        layout_O = sm90.make_smem_layout_epi(self.dtype_O, LayoutEnum.ROW_MAJOR, (ROWS, piece), places)
 
         tma_Q, tma_K, tma_V, tma_O = None, None, None, None
         if const_expr(not self.gathers_queries):
@@ -187,7 +193,7 @@ class Forward:
             box_V = (layout_V, (width, tile_n)) if const_expr(dtype.width == 16) else (layout_K, (tile_n, width))
             tma_V, mV = tma_atom(kv_op, mV, *box_V, self.cluster_size)
         if const_expr(not self.stores_directly):
-            tma_O, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout_O, (ROWS, width))
+            tma_O, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout_O, (ROWS, piece))
 
         layouts = (layout_Q, layout_K, layout_V, layout_P, layout_O)
         self.Storage = storage_type(self.config, (dtype, self.dtype_O), layouts, self.owns_O)
@@ -198,7 +204,7 @@ class Forward:
             (mQ, mK, mV, mO, mLSE),
             sequences,
             layouts,
-            (mma_qk, mma_rqk, mma_pv),
+            (mma_qk, mma_rqk, mma_pv, mma_piece),
             numbers,
             descales,
         ).launch(
@@ -311,7 +317,7 @@ class Forward:
         warpgroup_index = warp_index // WARPS_PER_WARPGROUP - self.num_producers
         gates = Gates(self.config.pingpong, self.num_consumers, warpgroup_index)
         gates.open_first()
-        sQ, sO = shared.sQ[None, None, warpgroup_index], shared.sO[None, None, warpgroup_index]
+        sQ, sO = shared.sQ[None, None, warpgroup_index], shared.sO
         sP = None if const_expr(shared.sP is None) else shared.sP[None, None, warpgroup_index]
         q_phase = Int32(0)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
@@ -448,14 +454,21 @@ class Forward:
         share.gates.open_next()
         # Both products are done: S and O are readable, and the stages of K and V may be refilled.
         warpgroup.wait_group(0)
-        pipes.k.consumer_release(k_state)
         pipes.v.consumer_release(v_state)
         products.add_block()
-        self.prepare_scores(n_block, share, products, masked, scales)
-        rescale, rises = softmax.of_block(scales).step(products.acc_S)
-        products.round_scores()
-        if rises:
-            rescale_rows(products.acc_O, rescale)
+        softmax = softmax.of_block(scales)
+        if const_expr(self.is_optimistic(masked)):
+            sums = softmax.optimistic_step(products.acc_S)
+            products.round_scores()
+            self.check(softmax, sums, products, k_state.index)
+            pipes.k.consumer_release(k_state)
+        else:
+            pipes.k.consumer_release(k_state)
+            self.prepare_scores(n_block, share, products, masked, scales)
+            rescale, rises = softmax.step(products.acc_S)
+            products.round_scores()
+            if rises:
+                rescale_rows(products.acc_O, rescale)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
@@ -482,23 +495,50 @@ class Forward:
         share.gates.open_next()
         # All but the newest product, P V, are done: S is readable and this stage of K may be refilled.
         warpgroup.wait_group(1)
-        pipes.k.consumer_release(k_state)
-        self.prepare_scores(n_block, share, products, masked, scales)
-        rescale, rises = softmax.of_block(scales).step(products.acc_S)
-        # This branch also holds the exponentials above the wait below; without it ptxas moves the wait up to the row
-        # maxima, and nothing overlaps (docs/dsl-notes.md).
-        if rises:
-            # P V is done: O may be rescaled.
+        softmax = softmax.of_block(scales)
+        if const_expr(self.is_optimistic(masked)):
+            sums = softmax.optimistic_step(products.acc_S)
+            # It never is. But a branch holds the exponentials above the wait below; without it ptxas moves the wait up
+            # to before them, and nothing overlaps (docs/dsl-notes.md).
+            if n_block < 0:
+                warpgroup.wait_group(0)
+            # P V is done: P may be overwritten, and this stage of V refilled.
             warpgroup.wait_group(0)
-            products.rescale(rescale)
-        # P V is done: P may be overwritten, and this stage of V refilled.
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        products.add_block()
-        products.round_scores()
+            pipes.v.consumer_release(v_state)
+            products.add_block()
+            products.round_scores()
+            self.check(softmax, sums, products, k_state.index)
+            pipes.k.consumer_release(k_state)
+        else:
+            pipes.k.consumer_release(k_state)
+            self.prepare_scores(n_block, share, products, masked, scales)
+            rescale, rises = softmax.step(products.acc_S)
+            # This branch does so as well.
+            if rises:
+                # P V is done: O may be rescaled.
+                warpgroup.wait_group(0)
+                products.rescale(rescale)
+            # P V is done: as above.
+            warpgroup.wait_group(0)
+            pipes.v.consumer_release(v_state)
+            products.add_block()
+            products.round_scores()
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    def is_optimistic(self, masked: bool) -> bool:
+        """Only for blocks that every query sees: of others some row may see its first key. A softcap has bent the
+        scores, which `scores_again` does not know."""
+        return self.config.optimistic_exp and not masked and not self.softcap
+
+    @cute.jit
+    def check(self, softmax: OnlineSoftmax, sums: cute.Tensor, products: Products, stage: Int32):
+        """Mends P of a block, and O, if the optimistic exponentials were too optimistic."""
+        if softmax.outgrown(sums):
+            products.rescale(softmax.lower(products.acc_S, sums, lambda: products.scores_again(stage)))
+            products.round_scores()
+        softmax.count(sums)
 
     @cute.jit
     def last_product(self, products: Products, pipes: Pipes, v_state):
@@ -514,12 +554,15 @@ class Forward:
         return v_state
 
     @cute.jit
-    def prepare_scores(self, n_block: Int32, share: Share, products: Products, masked, scales: BlockScales | None):
+    def prepare_scores(
+        self, n_block: Int32, share: Share, products: Products, masked, scales: tuple[KeyScales, ...] | None
+    ):
         """Softcap and mask: what stands between S = Q K^T and the softmax."""
         tile = share.tile
         if const_expr(self.softcap):
             scale = share.work.scale_tanh
-            cap_scores(products.acc_S, scale if const_expr(scales is None) else scale * scales.before_cap)
+            for part, S in enumerate(parts(products.acc_S, scales)):
+                cap_scores(S, scale if scales is None else scale * scales[part].before_cap)
         if masked:
             origin = (share.first_row, n_block * self.config.tile_n)
             seqlens = (tile.seqlen_q, tile.seqlen_k)

@@ -21,43 +21,62 @@ from dataclasses import dataclass, replace
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float8E4M3FN, Float32, Int32, const_expr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from fa3.config import KV_BLOCK, Q_BLOCK
-from fa3.e4m3 import transpose_values
+from fa3.e4m3 import Transposition
 from fa3.forward import Forward, Share
 from fa3.loads import Shared, TmaLoads
 from fa3.scheduler import NO_TILE, NUM_PLACES, Tile, Work
-from fa3.softmax import BlockScales
+from fa3.softmax import KeyScales
 from fa3.sync import PRODUCER_WARP, REGISTERS_TRANSPOSING, THREADS_PER_WARPGROUP, NamedBarrier, Pipes
 from fa_common.compile import KernelKey
 from fa_common.tiles import DTYPES, KeyBlocks, fake_lengths, fake_rows, fake_sequences
+
+PART = 32  # keys that share a scale whatever the tile
+LANES = 32
 
 
 @dataclass(frozen=True)
 class Descales:
     """The scales of one tile: of its rows of Q, and of every block of K and V of its head.
 
-    A block's are loaded one block ahead. Loaded where they are used, ptxas multiplies them between the WGMMAs of S, and
-    the tensor cores wait for a load from L2 in every block.
+    Each lane holds what the softmax needs for one of the loop's blocks, 32 in a row, made all at once; a block's come by
+    shuffles. Read for each block anew, they cost two dozen instructions, and ptxas puts the wait for a load from L2
+    between the WGMMAs of S.
     """
 
-    q: Float32
+    factor: Float32  # softmax_scale * log2(e), unless a softcap follows, times the scale of Q
     k: cute.Tensor  # (blocks,) fp32, in global memory
     v: cute.Tensor
-    ahead: cute.Tensor  # (2,) fp32: those of K and V of the next block
+    held: cute.Tensor  # (2, 1 or 2): factor and bias (KeyScales) of a block's first key, and of its last
     tile_n: int
 
     def load(self, n_block: Int32) -> None:
-        block = n_block * self.tile_n // KV_BLOCK
-        self.ahead[0], self.ahead[1] = self.k[block], self.v[block]
+        """Of the 32 blocks, n_block among them, that begin at a multiple of 32."""
+        for i, block in enumerate(self.blocks_of(n_block // LANES * LANES + cute.arch.lane_idx())):
+            block = cutlass.min(block, self.k.shape[0] - 1)
+            self.held[0, i] = self.factor * self.k[block]
+            self.held[1, i] = cute.math.log2(self.v[block], fastmath=True)
 
-    def next(self, n_block: Int32) -> tuple[Float32, Float32]:
-        """What a block's Q K^T is multiplied by, and the scale of its V. Blocks come from the last to the first."""
-        scores, v = self.q * self.ahead[0], self.ahead[1]
-        self.load(cutlass.max(n_block - 1, 0))
-        return scores, v
+    def blocks_of(self, n_block: Int32) -> list[Int32]:
+        """The blocks with a scale that lie in one of the loop: one, or two."""
+        first_key = n_block * self.tile_n
+        keys = [first_key] if KV_BLOCK % self.tile_n == 0 else [first_key, first_key + self.tile_n - 1]
+        return [key // KV_BLOCK for key in keys]
+
+    @cute.jit
+    def of(self, n_block: Int32) -> list[list[Float32]]:
+        """(factor, bias) of a block's first key, and of its last. Blocks come from the last to the first."""
+        if n_block % LANES == LANES - 1:
+            self.load(n_block)
+        kinds, blocks = (range(size) for size in self.held.shape)
+        return [[cute.arch.shuffle_sync(self.held[kind, i], n_block % LANES) for kind in kinds] for i in blocks]
+
+    def part_is_behind(self, n_block: Int32, part: int) -> Boolean:
+        """Whether a part of a block lies in the second of two blocks with a scale."""
+        return n_block * self.tile_n % KV_BLOCK + part * PART >= KV_BLOCK
 
 
 class ForwardFp8(Forward):
@@ -112,6 +131,7 @@ class ForwardFp8(Forward):
         landed_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         told_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_PLACES)
         heard_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_PLACES)
+        transposition = Transposition.of(self.config.tile_n, self.width, cute.arch.thread_idx()[0])
         number = scheduler.first()
         while number != NO_TILE:
             tile = scheduler.tile(number)
@@ -120,7 +140,7 @@ class ForwardFp8(Forward):
             if is_loading:
                 k_state, v_state = self.load_first_blocks(loads, blocks, q_phase, k_state, v_state)
             for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
-                self.transpose(shared, pipes, landed_state)
+                self.transpose(transposition, shared, pipes, landed_state)
                 landed_state.advance()
                 if is_loading:
                     v_block = blocks.end - 1 - i - self.blocks_ahead
@@ -157,7 +177,7 @@ class ForwardFp8(Forward):
         return k_state, v_state
 
     @cute.jit
-    def transpose(self, shared: Shared, pipes: Pipes, state):
+    def transpose(self, transposition: Transposition, shared: Shared, pipes: Pipes, state):
         """V of one stage, once TMA has brought it, becomes V^T for the consumers."""
 
         def everyone_has_read() -> None:
@@ -167,7 +187,7 @@ class ForwardFp8(Forward):
         # The bytes of V have arrived.
         pipes.v.landed.consumer_wait(state)
         base = shared.sV_rows.iterator.toint() + state.index * (self.config.tile_n * self.width)
-        transpose_values(base, self.config.tile_n, self.width, cute.arch.thread_idx()[0], everyone_has_read)
+        transposition.run(base, everyone_has_read)
         # What each thread wrote becomes visible to WGMMA; then one lane counts its warp towards "all of V^T is there".
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
@@ -179,14 +199,24 @@ class ForwardFp8(Forward):
         descale_q, descale_k, descale_v = descales
         # A warpgroup may have no row.
         q_block = cutlass.min(first_row // Q_BLOCK, descale_q.shape[2] - 1)
-        q = descale_q[tile.batch, tile.head, q_block]
+        factor = descale_q[tile.batch, tile.head, q_block]
+        if const_expr(not self.softcap):
+            factor = factor * work.scale_log2
         k, v = (t[tile.batch, work.head_kv(tile), None] for t in (descale_k, descale_v))
-        return Descales(q, k, v, cute.make_rmem_tensor(2, Float32), self.config.tile_n)
+        num_blocks = 1 if KV_BLOCK % self.config.tile_n == 0 else 2
+        return Descales(factor, k, v, cute.make_rmem_tensor((2, num_blocks), Float32), self.config.tile_n)
 
-    def block_scales(self, n_block: Int32, share: Share) -> BlockScales:
-        scores, v = share.descales.next(n_block)
-        before_cap, scores = (scores, Float32(1.0)) if self.softcap else (None, scores)
-        return BlockScales(before_cap, scores, cute.math.log2(v, fastmath=True), cute.arch.rcp_approx(v))
+    def block_scales(self, n_block: Int32, share: Share) -> tuple[KeyScales, ...]:
+        scales = [self.key_scales(share.work, *numbers) for numbers in share.descales.of(n_block)]
+        if len(scales) == 1:
+            return tuple(scales)
+        first, last = scales
+        is_behind = [share.descales.part_is_behind(n_block, part) for part in range(self.config.tile_n // PART)]
+        return tuple(last.instead_of(first, condition) for condition in is_behind)
+
+    def key_scales(self, work: Work, factor: Float32, bias: Float32) -> KeyScales:
+        before_cap, factor = (factor, work.scale_log2) if self.softcap else (None, factor)
+        return KeyScales(before_cap, factor, bias, cute.math.exp2(-bias, fastmath=True))
 
 
 def compile_forward_fp8(key: KernelKey, options: str = ""):

@@ -6,21 +6,22 @@ An e4m3 number has three bits behind its leading one, and its largest is 448. Sc
 that is enough. The rotation, the paper's incoherent processing, spreads an outlier over its whole row, so that a block
 is not scaled for one entry alone; done to Q and K alike it changes no score.
 
-CUDA tensors run the kernels of quantize.py and forward_fp8.py, CPU tensors the functions of algorithm.py.
+CUDA tensors run the kernels of quantize.py and forward_fp8.py, CPU tensors the functions of algorithm.py. Every call
+with CUDA tensors laid out as in an earlier one runs what that one prepared: see fa_common/generation.py.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from einops import repeat
 from torch import Tensor
 
-from fa3 import algorithm
-from fa3.config import FP8_CAPABILITIES, KV_BLOCK, Q_BLOCK, Config, default_fp8_config
-from fa_common.operators import SCHEMA, Arguments, from_operator, to_operator
+from fa3 import algorithm, fp8_launch
+from fa3.config import FP8_CAPABILITIES, KV_BLOCK, Q_BLOCK, Config, check_fp8_config, default_fp8_config
+from fa_common.generation import Prepared, describe_sequences, needs_grad, readable
+from fa_common.operators import NUM_DENSE_ARGUMENTS, SCHEMA, Arguments, from_operator, to_operator
 from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
 
 E4M3 = torch.float8_e4m3fn
@@ -73,7 +74,8 @@ def quantize(
         TypeError, ValueError: an argument is wrong.
     """
     arguments = (scales, hadamard, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    _refuse_gradient("quantize", q, k, v)
+    if needs_grad(q, k, v):
+        _refuse_gradient("quantize")
     run = torch.ops.fa3.quantize.default if torch.compiler.is_compiling() else _quantize
     return Quantized(*run(q, k, v, *arguments))
 
@@ -109,37 +111,82 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, arguments: tuple, descales: Descales, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of e4m3 tensors; `arguments` are those of fa_common.operators.Arguments, in its order."""
-    _check_types(q, k, v)
-    _refuse_gradient("fp8 attention", q, k, v)
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    if out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float16; got {out_dtype}; convert out afterwards")
-    config = Arguments(*arguments).config
-    if config is not None and type(config) is not Config:
-        raise TypeError(f"config must be a fa3.Config; got a {type(config).__name__}; leave it out for the default")
+    if needs_grad(q, k, v):
+        _check_types(q, k, v)
+        _refuse_gradient("fp8 attention")
     if torch.compiler.is_compiling():
+        _check_call(q, k, v, arguments, out_dtype)  # in the operator's string all Configs look alike
         return torch.ops.fa3.forward_fp8.default(q, k, v, *descales, out_dtype, *to_operator(arguments))
     return _forward(q, k, v, arguments, descales, out_dtype)
 
 
-# ---- Runs
+# ---- Prepared runs
+
+_quantizations, _runs = Prepared(), Prepared()
+
+
+def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple:
+    """What a run's choices depend on, and what no kernel checks, as in fa_common/generation.py."""
+    # fmt: off
+    return (
+        q.shape, q.stride(), q.dtype, q.get_device(), k.shape, k.stride(), k.get_device(), v.stride(), v.get_device(),
+    )
+    # fmt: on
+
+
+# ---- Quantization
 
 
 def _quantize(
     q: Tensor, k: Tensor, v: Tensor, scales: str, hadamard: bool, seed: int, *sequences: Tensor | int | None
 ) -> Quantized:
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    problem = Problem.from_tensors(q, k, v, **dict(zip(names, sequences, strict=True)))
-    _check_problem(problem)
-    _check_quantization(problem, scales, hadamard, seed)
-    signs = random_signs(problem.head_dim, seed, q.device) if hadamard else None
-    if problem.device != "cpu":
-        from fa3.quantize import quantize_on_gpu  # it needs the DSL, which takes seconds to import
+    """Quantizes as prepared for a call like this one, now or earlier."""
+    choices, described, packing = (scales, hadamard, seed), None, {}
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = sequences
+    try:
+        if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
+            described = describe_sequences(*sequences)
+            packing = {"cu_seqlens": (cu_seqlens_q, cu_seqlens_k), "max_seqlens": (max_seqlen_q, max_seqlen_k)}
+        key = (_layout(q, k, v), choices, described)
+        run = _quantizations.get(key)
+    except (AttributeError, TypeError):  # something is no tensor, or cannot be hashed
+        _check_quantization(q, k, v, *choices, *sequences)  # raises the error that names it
+        raise
+    if run is None:
+        problem = _check_quantization(q, k, v, *choices, *sequences)
+        run = _prepare_quantization(problem, q.device, *choices)
+        if problem.device == "cpu" or problem.batch == 0:  # no kernel checks what the key leaves out
+            return run((q, k, v), **packing)
+        _quantizations.keep(key, run)
+    try:
+        return run((q, k, v), **packing)
+    except (TypeError, ValueError):  # the kernel's refusal
+        _check_quantization(q, k, v, *choices, *sequences)
+        raise
 
-        packing = {"cu_seqlens": sequences[:2], "max_seqlens": sequences[2:]} if problem.varlen else {}
-        return Quantized(*quantize_on_gpu((q, k, v), scales=scales, signs=signs, **packing))
+
+def _prepare_quantization(
+    problem: Problem, device: torch.device, scales: str, hadamard: bool, seed: int
+) -> Callable[..., Quantized]:
+    """What quantizes tensors laid out like these."""
+    signs = random_signs(problem.head_dim, seed, device) if hadamard else None
+    if problem.device == "cpu":
+        return functools.partial(_quantize_by_algorithm, problem, scales, signs)
+    from fa3.quantize import quantize_on_gpu  # it needs the DSL, which takes seconds to import
+
+    def run(tensors: tuple[Tensor, Tensor, Tensor], **packing: tuple) -> Quantized:
+        return Quantized(*quantize_on_gpu(tensors, scales=scales, signs=signs, **packing))
+
+    return run
+
+
+def _quantize_by_algorithm(
+    problem: Problem, scales: str, signs: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], **packing: tuple
+) -> Quantized:
+    q, k, v = tensors
     with torch.no_grad():
-        if hadamard:
+        if signs is not None:
             q, k = (algorithm.rotate(x, signs) for x in (q, k))
         lengths_q, lengths_k = zip(*problem.seqlens, strict=True) if problem.seqlens else ((), ())
         made = (
@@ -168,21 +215,59 @@ def _quantize_one(
     return values, descale
 
 
+# ---- Attention
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, arguments: tuple, descales: Descales, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Runs the forward as prepared for a call like this one, now or earlier."""
+    cu_seqlens_q = cu_seqlens_k = None
+    try:
+        described = arguments
+        if len(arguments) > NUM_DENSE_ARGUMENTS:
+            sequences = arguments[NUM_DENSE_ARGUMENTS:]
+            cu_seqlens_q, cu_seqlens_k = sequences[:2]
+            described = (*arguments[:NUM_DENSE_ARGUMENTS], describe_sequences(*sequences))
+        # The kernel holds the shapes of the scales against nothing.
+        scales = [None if x is None else (x.shape, x.get_device()) for x in descales]
+        key = (_layout(q, k, v), *scales, described, out_dtype)
+        run = _runs.get(key)
+    except (AttributeError, TypeError):  # something is no tensor, or cannot be hashed
+        _checked(q, k, v, arguments, descales, out_dtype)  # raises the error that names it
+        raise
+    if run is None:
+        problem, config = _checked(q, k, v, arguments, descales, out_dtype)
+        expansions = _expansions(problem, descales, q.device)
+        if problem.device == "cpu" or problem.is_empty:
+            descales = [expand(x) for expand, x in zip(expansions, descales, strict=True)]
+            return _run_algorithm(problem, config, q, k, v, descales, out_dtype)
+        run = fp8_launch.prepare(problem, config, q, k, v, expansions, out_dtype)
+        # Under capture the 1 of a scale left out is made with each replay, for the graph alone.
+        if not torch.cuda.is_current_stream_capturing():
+            _runs.keep(key, run)
+    try:
+        return run(q, k, v, descales, cu_seqlens_q, cu_seqlens_k)
+    except (TypeError, ValueError):  # the kernel's refusal: nothing was launched
+        aligned = [readable(x) for x in (q, k, v)]
+        if all(x is y for x, y in zip(aligned, (q, k, v), strict=True)):
+            _checked(q, k, v, arguments, descales, out_dtype)
+            raise
+    return _forward(*aligned, arguments, descales, out_dtype)
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, arguments: tuple, descales: Descales, out_dtype: torch.dtype
+) -> tuple[Problem, Config]:
+    """The problem and the config to run it with, or the error that names what is wrong or lacking."""
+    _check_call(q, k, v, arguments, out_dtype)
     arguments = Arguments(*arguments)._asdict()
     config = arguments.pop("config")
     problem = Problem.from_tensors(q, k, v, **arguments)
     _check_problem(problem)
-    config = default_fp8_config(problem) if config is None else config
-    descales = expand(problem, q.device, descales)
-    if problem.device == "cpu" or problem.is_empty:
-        return _run_algorithm(problem, config, q, k, v, descales, out_dtype)
-    from fa3.fp8_launch import forward  # as in `_quantize`
-
-    cu_seqlens_q, cu_seqlens_k = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
-    return forward(q, k, v, descales, problem, config, out_dtype, cu_seqlens_q, cu_seqlens_k)
+    for (name, shape), descale in zip(_scale_shapes(problem).items(), descales, strict=True):
+        _check_scale(name, descale, problem, q.device, shape)
+    return problem, default_fp8_config(problem) if config is None else config
 
 
 def _run_algorithm(
@@ -227,45 +312,50 @@ def _slices(lengths: Sequence[int]) -> Iterator[slice]:
 # ---- Scales and signs
 
 
-def expand(problem: Problem, device: torch.device, descales: Descales) -> tuple[Tensor, ...]:
-    """The scales as (batch, heads, blocks) each, with stride 0 where several share one.
-
-    Views of what was given, except for scales of the heads of k and v given for more query heads. Raises TypeError or
-    ValueError for what is no scale of this problem.
-    """
+def _scale_shapes(problem: Problem) -> dict[str, tuple[int, int, int]]:
+    """(batch, heads, blocks) of each tensor's scales."""
     blocks_q, blocks_k = -(-problem.seqlen_q // Q_BLOCK), -(-problem.seqlen_k // KV_BLOCK)
-    shapes = {
+    of_keys = (problem.batch, problem.heads_kv, blocks_k)
+    return {
         "descale_q": (problem.batch, problem.heads_q, blocks_q),
-        "descale_k": (problem.batch, problem.heads_kv, blocks_k),
-        "descale_v": (problem.batch, problem.heads_kv, blocks_k),
+        "descale_k": of_keys,
+        "descale_v": of_keys,
     }
-    one = torch.ones((), device=device) if any(x is None for x in descales) else None
-    return tuple(
-        _expand_one(name, one if descale is None else descale, problem, device, shape)
-        for (name, shape), descale in zip(shapes.items(), descales, strict=True)
-    )
 
 
-def _expand_one(
-    name: str, descale: Tensor, problem: Problem, device: torch.device, of_blocks: tuple[int, int, int]
-) -> Tensor:
-    if not isinstance(descale, Tensor):
-        raise TypeError(f"{name} must be a float32 tensor, or None for 1; got {type(descale).__name__}")
-    if descale.dtype != torch.float32:
-        raise ValueError(f"{name} must be float32; got {descale.dtype}; convert with .to(torch.float32)")
-    if descale.device != device:
-        raise ValueError(f"{name} must be on the device of q, {device}; got {descale.device}; move with .to(device)")
-    of_heads = (problem.batch, problem.heads_kv)
-    if descale.shape not in ((), (1,), of_heads, of_blocks):
-        raise ValueError(
-            f"{name} must be () or (1,) for one scale, {of_heads} for one of each sequence and head of k and v, or "
-            f"{of_blocks} for one of each block; got {tuple(descale.shape)}; quantize(q, k, v) makes them"
-        )
-    if problem.device == "cpu" and not (descale.isfinite() & (descale > 0)).all():
-        raise ValueError(f"{name} must be positive and finite; got {descale.min().item()} to {descale.max().item()}")
-    if descale.shape == of_heads:
-        descale = repeat(descale, "b h -> b (h g) 1", g=of_blocks[1] // problem.heads_kv)
-    return descale.expand(of_blocks)
+def _expansions(problem: Problem, descales: Descales, device: torch.device) -> list[Callable[[Tensor | None], Tensor]]:
+    """What makes (batch, heads, blocks) of scales shaped like each of these, with stride 0 where several share one.
+
+    Views, except of the scales of the heads of k and v for more query heads.
+    """
+    one = _one(device) if any(x is None for x in descales) else None
+    return [
+        _expansion(descale, one, shape)
+        for descale, shape in zip(descales, _scale_shapes(problem).values(), strict=True)
+    ]
+
+
+def _expansion(
+    descale: Tensor | None, one: Tensor | None, of_blocks: tuple[int, int, int]
+) -> Callable[[Tensor | None], Tensor]:
+    if descale is None:
+        ones = one.expand(of_blocks)
+        return lambda _: ones
+    if descale.shape == of_blocks:
+        return lambda x: x
+    if descale.ndim < 2:
+        return lambda x: x.as_strided(of_blocks, (0, 0, 0))  # takes two thirds of the time of `expand`
+    (_, heads_kv), (_, heads, _) = descale.shape, of_blocks
+    if heads == heads_kv:
+        return lambda x: x.as_strided(of_blocks, (*x.stride(), 0))
+    return lambda x: x.repeat_interleave(heads // heads_kv, 1).as_strided(of_blocks, (heads, 1, 0))
+
+
+def _one(device: torch.device) -> Tensor:
+    """The scale 1, which any stream may read: a copy from the CPU waits until it is there. A capture cannot wait."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.ones((), device=device)
+    return torch.ones(()).to(device)
 
 
 @functools.lru_cache
@@ -297,9 +387,20 @@ def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _refuse_gradient(what: str, *tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
-        raise UnsupportedProblem(f"{what} has no gradient: call under torch.no_grad(), or detach() q, k and v")
+def _refuse_gradient(what: str) -> None:
+    raise UnsupportedProblem(f"{what} has no gradient: call under torch.no_grad(), or detach() q, k and v")
+
+
+def _check_call(q: Tensor, k: Tensor, v: Tensor, arguments: tuple, out_dtype: torch.dtype) -> None:
+    """What can be said of a call before it is a Problem."""
+    _check_types(q, k, v)
+    if out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float16; got {out_dtype}; convert out afterwards")
+    config = Arguments(*arguments).config
+    if config is not None and type(config) is not Config:
+        raise TypeError(f"config must be a fa3.Config; got a {type(config).__name__}; leave it out for the default")
+    if config is not None:
+        check_fp8_config(config)
 
 
 def _check_problem(problem: Problem) -> None:
@@ -315,7 +416,34 @@ def _check_problem(problem: Problem) -> None:
         )
 
 
-def _check_quantization(problem: Problem, scales: str, hadamard: bool, seed: int) -> None:
+def _check_scale(
+    name: str, descale: Tensor | None, problem: Problem, device: torch.device, of_blocks: tuple[int, int, int]
+) -> None:
+    if descale is None:
+        return
+    if not isinstance(descale, Tensor):
+        raise TypeError(f"{name} must be a float32 tensor, or None for 1; got {type(descale).__name__}")
+    if descale.dtype != torch.float32:
+        raise ValueError(f"{name} must be float32; got {descale.dtype}; convert with .to(torch.float32)")
+    if descale.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}; got {descale.device}; move with .to(device)")
+    of_heads = (problem.batch, problem.heads_kv)
+    if descale.shape not in ((), (1,), of_heads, of_blocks):
+        raise ValueError(
+            f"{name} must be () or (1,) for one scale, {of_heads} for one of each sequence and head of k and v, or "
+            f"{of_blocks} for one of each block; got {tuple(descale.shape)}; quantize(q, k, v) makes them"
+        )
+    if problem.device == "cpu" and not (descale.isfinite() & (descale > 0)).all():
+        raise ValueError(f"{name} must be positive and finite; got {descale.min().item()} to {descale.max().item()}")
+
+
+def _check_quantization(
+    q: Tensor, k: Tensor, v: Tensor, scales: str, hadamard: bool, seed: int, *sequences: Tensor | int | None
+) -> Problem:
+    """The problem whose tensors are quantized, or the error that names what is wrong or lacking."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    problem = Problem.from_tensors(q, k, v, **dict(zip(names, sequences, strict=True)))
+    _check_problem(problem)
     if problem.dtype not in SOURCES:
         raise ValueError(
             f"quantize takes {', '.join(map(str, SOURCES))}; got {problem.dtype}; convert q, k and v with .to(dtype)"
@@ -326,6 +454,7 @@ def _check_quantization(problem: Problem, scales: str, hadamard: bool, seed: int
         raise TypeError(f"hadamard must be True or False; got {type(hadamard).__name__}")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be a Python int; got {type(seed).__name__}")
+    return problem
 
 
 # ---- torch.compile, for which each call is one operator
@@ -371,6 +500,8 @@ def _(q, k, v, scales, hadamard, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
 )
 def _forward_operator(q, k, v, descale_q, descale_k, descale_v, out_dtype, *values):
     arguments = tuple(from_operator(values, Config).values())
+    if all(x is None for x in arguments[NUM_DENSE_ARGUMENTS:]):
+        arguments = arguments[:NUM_DENSE_ARGUMENTS]
     return _forward(q, k, v, arguments, (descale_q, descale_k, descale_v), out_dtype)
 
 

@@ -1,6 +1,7 @@
 """From checked e4m3 tensors on a GPU to the kernel that attends to them."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,31 +9,55 @@ from torch import Tensor
 
 from fa3.config import Config, check_fp8_config
 from fa_common.compile import KernelKey, load
-from fa_common.generation import ALIGNMENT, CONTIGUOUS, is_unreadable
+from fa_common.generation import allocation, is_unreadable, readable
 from fa_common.problem import Problem, lse_shape
 
+# (q, k, v, descales, cu_seqlens_q, cu_seqlens_k); the last two are None unless sequences are packed
+Run = Callable[[Tensor, Tensor, Tensor, tuple, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
-def forward(
+
+def prepare(
+    problem: Problem,
+    config: Config,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    descales: tuple[Tensor, Tensor, Tensor],
-    problem: Problem,
-    config: Config,
+    expansions: Sequence[Callable[[Tensor | None], Tensor]],
     out_dtype: torch.dtype,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of e4m3 q, k and v; descales are (batch, heads, blocks) each."""
-    q, k, v = (_readable(x) for x in (q, k, v))
-    out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
-    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
+) -> Run:
+    """Compiles or loads the kernel and makes every choice of a call whose tensors are laid out like these.
+
+    Each of `expansions` makes (batch, heads, blocks) of the descale of q, k or v that a call is given.
+    """
     kernel = load(forward_key(problem, config, out_dtype), build_forward)
+    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, num_sms)
+    expand_q, expand_k, expand_v = expansions
+    must_copy = any(map(is_unreadable, (q, k, v)))
+    allocate_out = allocation(q.shape, out_dtype, q.device)
+    allocate_lse = allocation(lse_shape(q), torch.float32, q.device)
     # A counter for each launch, as in interface.py.
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if config.scheduler == "dynamic" else None
-    numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, _num_sms(q.device))
-    kernel(q, k, v, out, lse, *descales, cu_seqlens_q, cu_seqlens_k, counter, *numbers)
-    return out, lse
+    new_counter = functools.partial(torch.zeros, 1, dtype=torch.int32, device=q.device)
+    is_dynamic = config.scheduler == "dynamic"
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if must_copy:
+            q, k, v = map(readable, (q, k, v))
+        descale_q, descale_k, descale_v = descales
+        scales = (expand_q(descale_q), expand_k(descale_k), expand_v(descale_v))
+        out, lse = allocate_out(), allocate_lse()
+        counter = new_counter() if is_dynamic else None
+        kernel(q, k, v, out, lse, *scales, cu_seqlens_q, cu_seqlens_k, counter, *numbers)
+        return out, lse
+
+    return run
 
 
 def forward_key(problem: Problem, config: Config, out_dtype: torch.dtype) -> KernelKey:
@@ -58,15 +83,3 @@ def build_forward(key: KernelKey, options: str = "") -> Any:
     from fa3.forward_fp8 import compile_forward_fp8
 
     return compile_forward_fp8(key, options)
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it that TMA can read."""
-    if is_unreadable(tensor) or tensor.data_ptr() % ALIGNMENT:
-        return tensor.clone(memory_format=CONTIGUOUS)
-    return tensor
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

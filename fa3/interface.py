@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fa3 import algorithm, fp8
-from fa3.config import CAPABILITIES, Config, default_config
+from fa3.config import CAPABILITIES, FP8_CAPABILITIES, Config, default_config
 from fa_common.compile import KernelKey
 from fa_common.generation import Generation, Launch, LaunchShape
 from fa_common.problem import Problem, Window
@@ -86,6 +86,7 @@ GENERATION = Generation(
     build_forward=build_forward,
     bind_forward=bind_forward,
     shape_forward=shape_forward,
+    other_capabilities=(FP8_CAPABILITIES,),
 )
 forward = GENERATION.forward
 backward = GENERATION.backward

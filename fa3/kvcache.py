@@ -21,7 +21,7 @@ from fa3 import algorithm
 from fa3.config import Config, default_config, few_queries_config
 from fa3.interface import GENERATION, build_forward
 from fa_common.compile import KernelKey, load
-from fa_common.generation import ALIGNMENT, CONTIGUOUS, MAX_RUNS, check_outputs, is_unreadable
+from fa_common.generation import ALIGNMENT, CONTIGUOUS, Prepared, allocation, check_outputs, is_unreadable
 from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
 
 AUTOMATIC = 0  # num_splits
@@ -38,7 +38,7 @@ WORTHWHILE = 0.98  # of the time without splits, or less
 # given q, k_cache, v_cache, cache_seqlens, out, lse
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
-_runs: dict[tuple, Run] = {}
+_runs = Prepared()
 
 
 def flash_attn_with_kvcache(
@@ -123,9 +123,7 @@ def _attend(
         if problem.device == "cpu" or problem.is_empty:
             return _run_algorithm(problem, num_splits, *tensors)
         run = _prepare(problem, num_splits, q, cache_seqlens is not None)
-        if len(_runs) >= MAX_RUNS:
-            _runs.clear()
-        _runs[key] = run
+        _runs.keep(key, run)
     try:
         return run(*tensors)
     except (TypeError, ValueError):  # a kernel's refusal
@@ -143,12 +141,12 @@ def _prepare(problem: Problem, num_splits: int, q: Tensor, has_lengths: bool) ->
     attend = load(attention_key(problem, config, num_splits, has_lengths), build_forward)
     merge = load(merge_key(problem), build_merge) if num_splits > 1 else None
     numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, num_sms, num_splits)
-    copy_q, device, shape_of_lse = is_unreadable(q), q.device, lse_shape(q)
-    allocate = torch.empty_like
+    copy_q = is_unreadable(q)
+    allocate_out = torch.empty_like
     if not (copy_q or q.is_contiguous()):
-        allocate = functools.partial(torch.empty_like, memory_format=CONTIGUOUS)
-    float32 = functools.partial(torch.empty, dtype=torch.float32, device=device)
-    shape_of_parts, shape_of_their_lse = (num_splits, *q.shape), (num_splits, *shape_of_lse)
+        allocate_out = functools.partial(torch.empty_like, memory_format=CONTIGUOUS)
+    shapes = (lse_shape(q), (num_splits, *q.shape), (num_splits, *lse_shape(q)))
+    allocate_lse, allocate_parts, allocate_their_lse = (allocation(x, torch.float32, q.device) for x in shapes)
 
     def run(
         q: Tensor,
@@ -161,13 +159,13 @@ def _prepare(problem: Problem, num_splits: int, q: Tensor, has_lengths: bool) ->
         if copy_q:
             q = q.clone(memory_format=CONTIGUOUS)
         if out is None:
-            out = allocate(q)
+            out = allocate_out(q)
         if lse is None:
-            lse = float32(shape_of_lse)
+            lse = allocate_lse()
         if merge is None:
             attend(q, k_cache, v_cache, out, lse, None, cache_seqlens, None, *numbers)
         else:
-            out_split, lse_split = float32(shape_of_parts), float32(shape_of_their_lse)
+            out_split, lse_split = allocate_parts(), allocate_their_lse()
             attend(q, k_cache, v_cache, out_split, lse_split, None, cache_seqlens, None, *numbers)
             merge(out_split, lse_split, out, lse)
         return out, lse

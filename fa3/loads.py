@@ -30,14 +30,14 @@ from fa_common.tiles import KeyBlocks
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared-memory tensors; the last mode counts warpgroups (sQ, sP, sO) or stages (sK, sV)."""
+    """Shared-memory tensors; the last mode counts warpgroups (sQ, sP), places of O, or stages (sK, sV)."""
 
     sQ: cute.Tensor  # (64, width, warpgroups)
     sK: cute.Tensor  # (tile_n, width, stages)
     sV: cute.Tensor  # (width, tile_n, stages): V^T, as P V wants its B operand
     sV_rows: cute.Tensor | None  # (tile_n, width, stages): the same memory as TMA fills it, if V^T is made from it
     sP: cute.Tensor | None  # (64, tile_n, warpgroups), unless p_in_registers
-    sO: cute.Tensor  # (64, width, warpgroups): sQ's memory, once Q is done with, unless epilogue_overlap
+    sO: cute.Tensor  # (64, columns, warpgroups * places): sQ's memory, once Q is done with, unless epilogue_overlap
 
     @staticmethod
     def of(storage, layouts: tuple, owns_O: bool) -> "Shared":

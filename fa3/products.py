@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
@@ -10,7 +11,7 @@ from fa3.config import Config
 from fa3.e4m3 import load_bytes, round_to_e4m3
 from fa3.softmax import rescale_rows
 from fa3.sync import THREADS_PER_WARPGROUP, NamedBarrier
-from fa_common.tiles import as_operand_a, round_to_operand_a
+from fa_common.tiles import as_operand_a, as_rows_and_columns, round_to_operand_a
 
 STEP_BITS = 256  # of a row of A, and of a column of B, that one WGMMA multiplies: 16 columns, or 32 of 8 bits
 WIDEST_OF_TWO = 128  # columns of O of which the registers hold two
@@ -24,7 +25,9 @@ class Products:
     mma_qk: cute.TiledMma
     mma_rqk: cute.TiledMma  # with Q from registers
     mma_pv: cute.TiledMma
+    mma_piece: cute.TiledMma  # of as many columns of O as leave at once
     sQ: cute.Tensor  # (64, width)
+    sK: cute.Tensor  # (tile_n, width, stages)
     rQ: cute.Tensor | None  # (MMA, MMA_M, q_register_steps) 16-bit: this thread's share of Q's first columns
     tSrQ: cute.Tensor  # (MMA, MMA_M, MMA_K) descriptors
     tSrK: cute.Tensor  # (MMA, MMA_N, MMA_K, stages) descriptors
@@ -42,7 +45,7 @@ class Products:
     @staticmethod
     def of(mmas: tuple, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP, warpgroup_index: Int32, config: Config):
         """sK (tile_n, width, stages), sV (width, tile_n, stages); of sQ and sP this warpgroup's 64 rows."""
-        mma_qk, mma_rqk, mma_pv = mmas
+        mma_qk, mma_rqk, mma_pv, mma_piece = mmas
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         thread_qk, thread_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
         tile_n, width = cute.size(sK, mode=[0]), cute.size(sV, mode=[0])
@@ -68,7 +71,9 @@ class Products:
             mma_qk=mma_qk,
             mma_rqk=mma_rqk,
             mma_pv=mma_pv,
+            mma_piece=mma_piece,
             sQ=sQ,
+            sK=sK,
             rQ=rQ,
             tSrQ=mma_qk.make_fragment_A(thread_qk.partition_A(sQ)),
             tSrK=mma_qk.make_fragment_B(thread_qk.partition_B(sK)),
@@ -105,6 +110,20 @@ class Products:
             for k_step in range(cute.size(self.tSrQ, mode=[2]))
         ]
         self.issue(steps, self.acc_S, self.tSrK[None, None, None, stage], accumulate=False)
+
+    @cute.jit
+    def scores_again(self, stage: Int32):
+        """S once more, number by number, for a warp that needs it when the other three may not: slow, and rare."""
+        rows_and_columns, S = (as_rows_and_columns(t) for t in (self.tScS, self.acc_S))
+        num_rows, num_columns = (cute.size(S, mode=[mode]) for mode in (0, 1))
+        pairs_of_Q, pairs_of_K = (cute.flat_divide(t, (1, 2)) for t in (self.sQ, self.sK[None, None, stage]))
+        self.acc_S.fill(0.0)
+        for pair in cutlass.range(cute.size(self.sQ, mode=[1]) // 2, unroll=1):
+            Q = [pairs_of_Q[0, None, rows_and_columns[r, 0][0], pair].load().to(Float32) for r in range(num_rows)]
+            for c in cutlass.range_constexpr(num_columns):
+                K = pairs_of_K[0, None, rows_and_columns[0, c][1], pair].load().to(Float32)
+                for r in cutlass.range_constexpr(num_rows):
+                    S[r, c] = S[r, c] + (Q[r][0] * K[0] + Q[r][1] * K[1])
 
     def issue_output(self, stage: Int32) -> None:
         """Starts O += P V and commits it as one group; nobody may touch P or acc_O before the group is waited for.

@@ -19,6 +19,7 @@ class Capabilities:
     window: bool
     softcap: bool
     backward: bool
+    other_call: str | None = None  # what to call, and why, where flash_attn_func's usual arguments are not enough
 
     def why_not(self, problem: Problem) -> str | None:
         """The first reason why this generation cannot run `problem`, in one clause; None if it can."""

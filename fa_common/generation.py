@@ -30,7 +30,7 @@ from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
 
 ALIGNMENT = 16  # bytes: what cp.async and TMA ask of an address, and so of a base and of every stride but the last
 CONTIGUOUS = torch.contiguous_format
-MAX_RUNS = 4096  # prepared runs kept at once, a bound for programs whose shapes never repeat
+MAX_RUNS = 4096  # kept at once, a bound for programs whose shapes never repeat
 
 # (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k); the last two are None unless sequences are packed
 Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
@@ -53,6 +53,17 @@ class Saved(NamedTuple):
 
 # (saved, (dq, dk, dv), cu_seqlens_q, cu_seqlens_k): writes every element of the gradients; allocates what it needs else
 LaunchBackward = Callable[[Saved, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None], None]
+
+
+class Prepared(dict):
+    """What earlier calls made ready for calls alike, by all that it depends on; too many are dropped together."""
+
+    __slots__ = ()  # looked up as fast as a plain dict
+
+    def keep(self, key: tuple, prepared: Any) -> None:
+        if len(self) >= MAX_RUNS:
+            self.clear()
+        self[key] = prepared
 
 
 class LaunchShape(NamedTuple):
@@ -78,14 +89,15 @@ class Generation:
     build_forward: Callable[[KernelKey, str], Any]  # compiles the kernel
     bind_forward: Callable[[Callable, Problem, Any, int], Launch]  # (kernel, problem, config, num_sms)
     shape_forward: Callable[[Problem, Any, int], LaunchShape]  # (problem, config, num_sms)
+    other_capabilities: tuple[Capabilities, ...] = ()  # of its kernels that take more arguments; each says which
     # The backward kernel has tiles, and so a Config, of its own. All four are None where there is no such kernel.
     backward_config_type: type | None = None
     default_backward_config: Callable[[Problem], Any] | None = None
     build_backward: Callable[[KernelKey, str], Any] | None = None
     bind_backward: Callable[[Callable, Problem, Any, int], LaunchBackward] | None = None
     _operator: Callable = field(init=False)  # faN::forward
-    _runs: dict[tuple, Run] = field(default_factory=dict, init=False)
-    _launches_backward: dict[tuple, LaunchBackward] = field(default_factory=dict, init=False)
+    _runs: Prepared = field(default_factory=Prepared, init=False)
+    _launches_backward: Prepared = field(default_factory=Prepared, init=False)
 
     def __post_init__(self):
         if self.capabilities.backward and None in (
@@ -254,7 +266,11 @@ class Generation:
 
     def why_not(self, problem: Problem) -> str | None:
         """The first reason why this generation cannot run `problem`, as one clause; None if it can."""
-        return self.capabilities.why_not(problem)
+        return self.other_call(problem) or self.capabilities.why_not(problem)
+
+    def other_call(self, problem: Problem) -> str | None:
+        """What to call instead, as one clause, where a problem of this dtype takes more arguments; None elsewhere."""
+        return next((x.other_call for x in self.other_capabilities if problem.dtype_name in x.dtypes), None)
 
     def check_config(self, config: Any) -> None:
         """Raises TypeError unless `config` is None, for the default, or of this generation's own type."""
@@ -291,7 +307,7 @@ class Generation:
         """(out, lse), by way of the operator where autograd or the compiler has to see the call."""
         if torch.compiler.is_compiling():
             self.check_config(Arguments(*arguments).config)  # in the operator's string all Configs look alike
-        elif _needs_grad(q, k, v):
+        elif needs_grad(q, k, v):
             self._checked(q, k, v, arguments)  # inside the operator nothing needs a gradient
         else:
             return self._run(q, k, v, arguments)
@@ -321,10 +337,10 @@ class Generation:
         cu_seqlens_q = cu_seqlens_k = outputs = None
         try:
             described = arguments
-            if len(arguments) > NUM_DENSE_ARGUMENTS:  # of cu_seqlens the values are the kernel's business
-                *described, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = arguments
-                bounds = (cu_seqlens_q.shape, cu_seqlens_q.get_device(), cu_seqlens_k.get_device())
-                described = (*described, max_seqlen_q, max_seqlen_k, bounds)
+            if len(arguments) > NUM_DENSE_ARGUMENTS:
+                sequences = arguments[NUM_DENSE_ARGUMENTS:]
+                cu_seqlens_q, cu_seqlens_k = sequences[:2]
+                described = (*arguments[:NUM_DENSE_ARGUMENTS], describe_sequences(*sequences))
             if out is not None or lse is not None:
                 outputs = (out is None or (out.stride(), out.get_device()), lse is None or (lse.get_device(),))
             # What the choices depend on, and what a kernel does not check: a stride that no element uses, and that all
@@ -345,9 +361,7 @@ class Generation:
             if _runs_without_kernel(problem):
                 return self._run_algorithm(problem, config, q, k, v, out, lse)
             run = self._prepare(problem, config, q, k, v)
-            if len(self._runs) >= MAX_RUNS:
-                self._runs.clear()
-            self._runs[key] = run
+            self._runs.keep(key, run)
         try:
             return run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         except (TypeError, ValueError):  # the kernel's refusal: nothing was launched
@@ -364,13 +378,9 @@ class Generation:
         num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         launch = self.bind_forward(kernel, problem, config, num_sms)
         copy_q, copy_k, copy_v = map(is_unreadable, (q, k, v))
-        # To bind what an allocation is made of, and leave out a memory format that is q's already, saves 0.2 us each.
-        allocate_out, like = torch.empty_like, torch.empty(lse_shape(q), device="meta")
-        if not (copy_q or q.is_contiguous()):
+        allocate_out, allocate_lse = torch.empty_like, allocation(lse_shape(q), torch.float32, q.device)
+        if not (copy_q or q.is_contiguous()):  # a memory format that is q's already is left out: 0.2 us
             allocate_out = functools.partial(torch.empty_like, memory_format=CONTIGUOUS)
-        allocate_lse = functools.partial(
-            torch.empty_strided, like.shape, like.stride(), dtype=torch.float32, device=q.device
-        )
 
         def run(
             q: Tensor,
@@ -428,9 +438,7 @@ class Generation:
             kernel = load(self.backward_key(problem, config), self.build_backward)
             num_sms = torch.cuda.get_device_properties(saved.q.device).multi_processor_count
             launch = self.bind_backward(kernel, problem, config, num_sms)
-            if len(self._launches_backward) >= MAX_RUNS:
-                self._launches_backward.clear()
-            self._launches_backward[key] = launch
+            self._launches_backward.keep(key, launch)
         gradients = tuple(torch.empty_like(x, memory_format=CONTIGUOUS) for x in (saved.q, saved.k, saved.v))
         *tensors, lse, dlse = saved
         with torch.no_grad():
@@ -462,7 +470,21 @@ class Generation:
 # ---- Tensors
 
 
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def describe_sequences(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> tuple[int | torch.Size, ...]:
+    """What a prepared run of packed sequences depends on; the values of cu_seqlens are the kernel's business."""
+    return cu_seqlens_q.shape, cu_seqlens_q.get_device(), cu_seqlens_k.get_device(), max_seqlen_q, max_seqlen_k
+
+
+def allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Allocates such a contiguous tensor at each call; with all of it bound here, a call costs 0.2 us less."""
+    strides = torch.empty(shape, device="meta").stride()
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
+def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether autograd wants a gradient of one of them."""
     try:
         return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     except AttributeError:  # no tensor: the checks to come name it

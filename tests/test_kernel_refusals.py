@@ -1,13 +1,17 @@
-"""What a compiled kernel refuses by itself, before it launches anything: `fa_common/generation.py` leaves it to that.
+"""What a compiled kernel refuses by itself, before it launches anything: prepared runs leave it to that.
 
 Needs no GPU: the tensors are addresses that nobody follows, in the form in which kernels take those of any library.
 """
 
 import ctypes
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
+import torch
 
+from fa3 import fp8_launch
+from fa3.config import default_fp8_config
 from fa_common.compile import KernelKey, load
 from fa_common.problem import Problem
 
@@ -19,6 +23,8 @@ TYPES = {
     "float64": (2, 64),
     "int32": (0, 32),
     "int64": (0, 64),
+    "float8_e4m3fn": (10, 8),
+    "float8_e5m2": (12, 8),
 }
 SOMEWHERE = 0x7F00_0000_0000
 
@@ -91,13 +97,36 @@ REFUSED_PACKED = {
 }
 
 
+REFUSED_FP8 = {
+    "q off by eight": ("Misaligned", 0, GpuTensor("float8_e4m3fn", 2, 256, 4, 64, address=SOMEWHERE + 8)),
+    "k of 16 bits": ("dtype=float8_e4m3fn", 1, GpuTensor("bfloat16", 2, 256, 2, 64)),
+    "v of another byte": ("dtype=float8_e4m3fn", 2, GpuTensor("float8_e5m2", 2, 256, 2, 64)),
+    "v of other heads": ("to match", 2, GpuTensor("float8_e4m3fn", 2, 256, 1, 64)),
+    "v of another length": ("to match", 2, GpuTensor("float8_e4m3fn", 2, 255, 2, 64)),
+    "v packed": ("ndim=4", 2, GpuTensor("float8_e4m3fn", 512, 2, 64)),
+    "a scale of another type": ("dtype=float32", 6, GpuTensor("float64", 2, 2, 2)),
+    "no scale": ("expected Tensor", 5, None),
+}
+REFUSED_QUANTIZING = {
+    "k of another type": ("dtype=bfloat16", 1, GpuTensor("float16", 2, 256, 2, 64)),
+    "v of another type": ("dtype=bfloat16", 2, GpuTensor("float32", 2, 256, 2, 64)),
+    "v of another batch": ("to match", 2, GpuTensor("bfloat16", 1, 256, 2, 64)),
+    "v of other heads": ("to match", 2, GpuTensor("bfloat16", 2, 256, 1, 64)),
+    "v of another length": ("to match", 2, GpuTensor("bfloat16", 2, 255, 2, 64)),
+    "v packed": ("ndim=4", 2, GpuTensor("bfloat16", 512, 2, 64)),
+}
+
+
 def assert_refused(version: str, sequences: str, tensors: list, wrong: dict) -> None:
     interface = import_module(f"{version}.interface")
     problem = Problem(batch=2, seqlen_q=256, seqlen_k=256, heads_q=4, heads_kv=2, head_dim=64)
     config = interface.default_config(problem)
     key = KernelKey(version, "forward", "bfloat16", 64, False, config, sequences=sequences)
     numbers = {"fa1": (0.1, 0.0, 0, 0), "fa2": (0.1, 0.0, 0, 0, 256), "fa3": (None, 0.1, 0.0, 0, 0, 132, 1)}[version]
-    kernel = load(key, interface.build_forward)
+    assert_each_refused(load(key, interface.build_forward), tensors, numbers, wrong)
+
+
+def assert_each_refused(kernel: Callable, tensors: list, numbers: tuple, wrong: dict) -> None:
     for message, position, tensor in wrong.values():
         given = [*tensors]
         given[position] = tensor
@@ -125,3 +154,30 @@ def test_what_a_kernel_of_packed_sequences_refuses():
     k, v = (GpuTensor("bfloat16", 512, 2, 64) for _ in range(2))
     lengths = [GpuTensor("int32", 3, address=SOMEWHERE + 4) for _ in range(2)]
     assert_refused("fa3", "packed", [q, k, v, out, GpuTensor("float32", 4, 512), *lengths], REFUSED_PACKED)
+
+
+@pytest.mark.slow
+def test_what_the_fp8_kernel_refuses():
+    """Not a scale of another shape: `fa3/fp8.py` finds a run by the shapes of the scales too."""
+    problem = Problem(
+        batch=2, seqlen_q=256, seqlen_k=256, heads_q=4, heads_kv=2, head_dim=64, dtype=torch.float8_e4m3fn
+    )
+    key = fp8_launch.forward_key(problem, default_fp8_config(problem), torch.bfloat16)
+    q, out = (GpuTensor(dtype, 2, 256, 4, 64) for dtype in ("float8_e4m3fn", "bfloat16"))
+    k, v = (GpuTensor("float8_e4m3fn", 2, 256, 2, 64) for _ in range(2))
+    scales = [GpuTensor("float32", 2, heads, blocks) for heads, blocks in ((4, 4), (2, 2), (2, 2))]
+    tensors = [q, k, v, out, GpuTensor("float32", 2, 4, 256), *scales, None, None, None]
+    assert_each_refused(load(key, fp8_launch.build_forward), tensors, (0.1, 0.0, 0, 0, 132), REFUSED_FP8)
+
+
+@pytest.mark.slow
+def test_what_the_quantizing_kernel_refuses():
+    quantize = import_module("fa3.quantize")
+    key = KernelKey("fa3", "quantize", "bfloat16", 64, causal=False, config=quantize.QuantizeConfig("block", False))
+    inputs, values = (
+        [GpuTensor(dtype, 2, 256, 4, 64), *(GpuTensor(dtype, 2, 256, 2, 64) for _ in range(2))]
+        for dtype in ("bfloat16", "float8_e4m3fn")
+    )
+    scales = [GpuTensor("float32", 2, heads, blocks) for heads, blocks in ((4, 4), (2, 2), (2, 2))]
+    tensors = [*inputs, *values, *scales, None, None, None, None]
+    assert_each_refused(load(key, quantize.build_quantize), tensors, (256, 256), REFUSED_QUANTIZING)

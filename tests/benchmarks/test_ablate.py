@@ -92,6 +92,28 @@ def test_a_named_choice_gives_way_to_the_switches_that_rule_it_out():
     assert shown["without idea B"] == Ruled("plain", True, False)
 
 
+def test_the_generation_before_stands_beside_the_ladder():
+    old, new = ablate.references("fa2", ablate.DEFAULT)
+    assert (old.text, old.config.q_splits) == ("fa1, q_splits 1", 1)
+    assert new.config == GENERATIONS["fa1"].default_config(ablate.DEFAULT)
+    assert new.text == f"fa1, its default: q_splits {new.config.q_splits}"
+    assert new.config.q_splits > 1
+    old, new = ablate.references("fa3", ablate.DEFAULT)
+    assert (old.text, label(old.config)) == ("fa2, all off", "all off")
+    assert (new.text, new.config) == ("fa2, its default", GENERATIONS["fa2"].default_config(ablate.DEFAULT))
+    assert ablate.references("fa1", ablate.DEFAULT) == []
+
+
+def test_a_default_without_ideas_of_its_own_is_one_line():
+    crowded = replace(ablate.DEFAULT, batch=64)
+    assert [line.text for line in ablate.references("fa2", crowded)] == ["fa1, q_splits 1"]
+
+
+def test_a_generation_before_that_cannot_run_is_no_line(monkeypatch):
+    monkeypatch.setattr(type(FA3), "why_not", lambda self, problem: "it has no such head_dim")
+    assert ablate.references("fa3", ablate.DEFAULT) == []
+
+
 def test_without_a_gpu_a_rule_is_shown_too(compiled, monkeypatch):
     line = ablate.Line("without idea A", None, full=FULL, why_not="b=True needs a=True")
     monkeypatch.setattr(ablate, "lines", lambda full: [ablate.Line("all on", FULL), line])
@@ -178,8 +200,11 @@ def test_the_whole_command(measure, cpu_problem, tmp_path):
     problem = cpu_problem(64)
     status, output = measure([problem])
     assert status == 0, output
-    gemm, *measured = kept(tmp_path)
+    gemm, old, new, *measured = kept(tmp_path)
     assert gemm.version == GEMM
+    assert (old.version, new.version) == ("fa2", "fa2")
+    assert (old.switches_label, new.switches_label) == ("all off", "all on")
+    assert old.source_sha == rows.source_sha("fa2")
     assert [row.switches_label for row in measured] == [one.name for one in ablate.contenders("fa3", [problem])]
     for row in measured:
         config = FA3.config_type(**row.config)
@@ -187,17 +212,19 @@ def test_the_whole_command(measure, cpu_problem, tmp_path):
         assert row.source_sha == rows.source_sha("fa3")
         assert 0 < row.rel_err < 1e-2
     assert len({row.run for row in kept(tmp_path)}) == 1
-    assert f"all off 0  {SECOND} 0" in output
+    assert f"fa2, all off 0  fa2, its default 0  all off 0  {SECOND} 0" in output
+    for text in ("Lines of fa2: the generation before", '"fa2, all off" has its own ideas off'):
+        assert text in output
     for text in ("fa3 one idea at a time, forward, bfloat16 d=64 full 1 x 64 x 1", "to the rung before", "+0.0%"):
         assert text in output
-    assert f"{len(measured) + 1} rows of run {gemm.run}" in output
+    assert f"{len(measured) + 3} rows of run {gemm.run}" in output
     assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
 def test_chosen_tiles_stand_under_the_table(measure, cpu_problem, tmp_path):
     status, output = measure([cpu_problem(64)], chosen={"tile_m": 128})
     assert status == 0, output
-    assert {row.config["tile_m"] for row in kept(tmp_path)[1:]} == {128}
+    assert {row.config["tile_m"] for row in kept(tmp_path)[3:]} == {128}
     assert "Every line has tile_m 128, tile_n 64, stages 3, q_register_steps 1; the default" in " ".join(output.split())
 
 
@@ -208,7 +235,7 @@ def test_a_configuration_that_hangs_costs_only_its_own_line(measure, cpu_problem
     assert status == 1
     assert f"{culprit} is missing in every problem: no answer within 30 s" in output
     names = [one.name for one in ablate.contenders("fa3", [problem])]
-    assert [row.switches_label for row in kept(tmp_path)[1:]] == [one for one in names if one != culprit]
+    assert [row.switches_label for row in kept(tmp_path)[3:]] == [one for one in names if one != culprit]
 
 
 def test_each_problem_has_a_table(measure, cpu_problem):
@@ -219,13 +246,18 @@ def test_each_problem_has_a_table(measure, cpu_problem):
 
 @pytest.fixture
 def add_run(make_row, gemm_row, tmp_path):
-    """Appends one run of suite `ablate`: each configuration, in order, 50 TFLOP/s faster than the one before."""
+    """Appends one run of suite `ablate`: each configuration, in order, 50 TFLOP/s faster than the one before.
 
-    def add(run: str = RUN, problem=ablate.DEFAULT, without=(), **changed):
+    The generation before reaches 300 and 350 TFLOP/s.
+    """
+
+    def add(run: str = RUN, problem=ablate.DEFAULT, without=(), version="fa3", **changed):
         rows.append(rows.Row(**vars(gemm_row) | {"run": run, "suite": "ablate"}), tmp_path / "results")
-        for i, one in enumerate(ablate.contenders("fa3", [problem])):
+        everyone = [*ablate.reference_contenders(version), *ablate.contenders(version, [problem])]
+        for i, one in enumerate(everyone):
             if one.name not in without:
-                columns = one.columns(problem) | {"suite": "ablate", "run": run, "tflops": 400.0 + 50 * i} | changed
+                columns = one.columns(problem) | {"suite": "ablate", "run": run, "tflops": 300.0 + 50 * i}
+                columns |= changed if one.version == version else {}
                 rows.append(make_row(problem=problem, **columns), tmp_path / "results")
 
     return add
@@ -238,11 +270,13 @@ def read_run(tmp_path):
 def test_rows_become_the_table(add_run, tmp_path):
     add_run()
     [table] = ablate.tables(read_run(tmp_path))
-    assert len(table.rows) == len(ablate.lines(FULL))
-    off, first, *_ = table.rows
+    assert len(table.rows) == 2 + len(ablate.lines(FULL))
+    old, new, off, first, *_ = table.rows
+    top = 400.0 + 50 * (len(ladder(FULL)) - 1)
+    assert old == ("fa2, all off", "300", "273 to 333", "-", f"{300 / top - 1:+.1%}")
+    assert new == ("fa2, its default", "350", "318 to 389", "-", f"{350 / top - 1:+.1%}")
     assert off == ("all off", "400", "364 to 444", "-", "-")
     assert first[1:] == ("450", "409 to 500", "+12.5%", "-")
-    top = 400.0 + 50 * (len(ladder(FULL)) - 1)
     loss = next(row for row in table.rows if row[0] == f"without {switches(FULL)[0].metadata['label']}")
     assert loss[3] == "-"
     assert loss[4] == f"{float(loss[1]) / top - 1:+.1%}"
@@ -251,9 +285,27 @@ def test_rows_become_the_table(add_run, tmp_path):
 def test_what_was_not_measured_is_a_dash(add_run, tmp_path):
     add_run(without=[SECOND])
     [table] = ablate.tables(read_run(tmp_path))
-    assert table.rows[1][1:] == ("-", "-", "-", "-")
-    assert table.rows[2][3] == "-", "the rung before is unknown"
+    assert table.rows[3][1:] == ("-", "-", "-", "-")
+    assert table.rows[4][3] == "-", "the rung before is unknown"
     assert ablate.missing(read_run(tmp_path)) == [f"+ {switches(FULL)[0].metadata['label']}"]
+
+
+def test_a_run_without_the_generation_before_lacks_it(add_run, tmp_path):
+    add_run(without=["fa2, all off", "fa2, its default"])
+    run = read_run(tmp_path)
+    assert ablate.missing(run) == ["fa2, all off", "fa2, its default"]
+    [table] = ablate.tables(run)
+    assert [row[1:] for row in table.rows[:2]] == [("-", "-", "-", "-")] * 2
+    ablate.draw(run, tmp_path / "picture.svg")
+
+
+def test_the_default_before_is_known_whatever_it_was_then(add_run, tmp_path):
+    add_run(version="fa2")
+    path = tmp_path / "results" / "h200" / "ablate.jsonl"
+    then, now = ('"q_splits": 8', f'"q_splits": {ablate.references("fa2", ablate.DEFAULT)[1].config.q_splits}')
+    path.write_text(path.read_text().replace(now, then))
+    [table] = ablate.tables(read_run(tmp_path))
+    assert [row[1] for row in table.rows[:2]] == ["300", "350"]
 
 
 def test_the_papers_figures_stand_under_the_papers_problem_alone(add_run, tmp_path):
@@ -291,6 +343,19 @@ def test_the_report_has_the_table_and_the_picture(document, add_run):
     rung = f"+ {switches(FULL)[0].metadata['label']}"
     assert rung in labels or f"<!-- {rung} -->" in picture.read_text()
     assert regenerate(document) == []
+
+
+def test_the_report_tells_the_ablations_apart(document, add_run):
+    document.write_text(document.read_text() + "\n<!-- generated: ablate-fa2 -->\n<!-- end -->\n")
+    add_run(version="fa2")
+    add_run("20260401T000000Z-dddddd")
+    regenerate(document)
+    fa3, fa2 = document.read_text().split("<!-- generated: ablate-fa2 -->")
+    assert "| fa2, its default | 350 | 318 to 389 | - |" in fa3
+    assert "| fa1, q_splits 1 | 300 | 273 to 333 | - |" in fa2
+    assert "fa3 one idea at a time" in fa3
+    assert "fa2 one idea at a time" in fa2
+    assert ablate.PAPER not in fa2
 
 
 def test_the_report_takes_the_newest_complete_run(document, add_run):
@@ -342,7 +407,8 @@ def test_wrong_options_are_refused(arguments: list[str], message: str):
 @pytest.fixture
 def compiled(no_hopper, clean_report, monkeypatch):
     """What the compiler is said to have made of each configuration, clean unless a test says otherwise."""
-    made = {one.name: clean_report for one in ablate.contenders("fa3", [ablate.DEFAULT])}
+    everyone = [*ablate.reference_contenders("fa3"), *ablate.contenders("fa3", [ablate.DEFAULT])]
+    made = {one.name: clean_report for one in everyone}
     monkeypatch.setattr(
         benchmarks.without_gpu,
         "kernel_reports",

@@ -13,6 +13,7 @@ from benchmarks import accuracy, report, rows
 from benchmarks.__main__ import app
 from benchmarks.accuracy import FP8, INPUTS, METHODS, STANDARD, Method, Size
 from benchmarks.rows import AccuracyRow
+from fa3.config import check_fp8_config
 from fa3.fp8 import SCALES
 from fa_common.reference import attention
 
@@ -55,16 +56,40 @@ def test_more_digits_are_nearer(measured):
         for version in (STANDARD, "fa3"):
             half, brain = (rmse(run, inputs, Method(dtype, version)) for dtype in ("float16", "bfloat16"))
             assert half < brain
-    assert rmse(run, "normal", Method("bfloat16", "fa3")) < rmse(run, "normal", Method(FP8, "fa3", "block", True))
+    assert rmse(run, "normal", Method("bfloat16", "fa3")) < rmse(
+        run, "normal", Method(FP8, "fa3", "block", True, False)
+    )
     assert rmse(run, "normal", Method("float16", "fa3")) < rmse(run, "normal", Method("float16", STANDARD))
 
 
 def test_the_methods():
-    assert len(METHODS) == len(set(METHODS)) == 2 * 4 + 2 * 3 * 2
+    assert len(METHODS) == len(set(METHODS)) == 2 * 4 + 3 * 2 + 3 * 2 * 2
     assert {method.scales for method in METHODS} == {None, *SCALES}
-    assert Method(FP8, "fa3", "block", True).label == "fa3 fp8 block, rotated"
+    assert Method(FP8, "fa3", "block", True, False).label == "fa3 fp8 block, rotated"
+    assert Method(FP8, "fa3", "block", False, True).label == "fa3 fp8 block, two levels"
     assert Method("float16", "fa2").label == "fa2 float16"
     assert set(accuracy.PAPER) <= set(METHODS)
+
+
+def test_two_levels_are_left_out_where_they_would_spill():
+    one, two = (Method(FP8, "fa3", "head", False, levels) for levels in (False, True))
+    assert [(one.runs(d), two.runs(d)) for d in (128, 144)] == [(True, True), (True, False)]
+    assert not any(d > accuracy.WIDEST_OF_TWO for d in accuracy.HEAD_DIMS), "a complete run has both everywhere"
+
+
+def test_the_kernel_can_have_the_tile_of_two_levels():
+    products = pytest.importorskip("fa3.products")
+    assert accuracy.WIDEST_OF_TWO == products.WIDEST_OF_TWO
+    check_fp8_config(accuracy.TWO_LEVELS)
+
+
+def test_a_long_row_drifts_in_one_level_and_not_in_two(measured):
+    run, _ = measured
+    for scales in SCALES:
+        one, two = (rmse(run, "positive", Method(FP8, "fa3", scales, True, levels), 48) for levels in (False, True))
+        assert one > 2 * two
+        one, two = (rmse(run, "normal", Method(FP8, "fa3", scales, True, levels), 48) for levels in (False, True))
+        assert one < 1.1 * two, "short rows of any sign lose little"
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
@@ -116,6 +141,35 @@ def test_a_wrong_method_is_named(monkeypatch, no_hopper, tmp_path):
     assert "standard float16 is wrong on normal, d=16: cosine" in console.file.getvalue()
 
 
+def test_a_method_that_breaks_costs_only_its_own_rows(monkeypatch, no_hopper, tmp_path):
+    def broken(*tensors, **options):
+        raise ValueError("no such tile")
+
+    monkeypatch.setattr(fa3, "flash_attn_func", broken)
+    console = Console(file=StringIO(), width=200)
+    sizes, choice = SMALL._asdict(), {"dtypes": [FP8], "kinds": ["normal"]}
+    assert accuracy.measure([16], tmp_path, tmp_path / "p.svg", console, **choice, **sizes) == 1
+    assert {row.version for row in rows.read(tmp_path / "cpu" / "accuracy.jsonl")} == {STANDARD}
+    assert "fa3 fp8 block, rotated fails on normal, d=16: ValueError: no such tile" in console.file.getvalue()
+
+
+def test_every_kernel_is_known_beforehand():
+    pytest.importorskip("cutlass")
+    size = accuracy.SIZES["cuda"]
+    found = {
+        method: [key for key, _ in accuracy.kernels(method, "normal", size, 128)]
+        for method in METHODS
+        if method.runs(128)
+    }
+    assert found[Method("float16", STANDARD)] == []
+    [key] = found[Method("bfloat16", "fa2")]
+    assert (key.version, key.dtype, key.head_dim) == ("fa2", "bfloat16", 128)
+    quantizing, forward = found[Method(FP8, "fa3", "block", True, True)]
+    assert (quantizing.direction, quantizing.dtype, quantizing.config.hadamard) == ("quantize", "float32", True)
+    assert (forward.dtype, forward.config) == ("float8_e4m3fn-float16", accuracy.TWO_LEVELS)
+    assert [key.config.stage for key in found[Method(FP8, STANDARD, "head", False)]] == ["maximum", "scale"]
+
+
 # ---- The report
 
 
@@ -129,7 +183,10 @@ def test_the_report_has_the_errors_and_the_picture(measured, tmp_path):
     text = page.read_text()
     assert f"of the algorithms. CPU, torch {run[0].torch}; run {run[0].run}" in text
     assert "![root mean square errors](accuracy-cpu.svg)" in text
-    assert "| outliers | 16 | 96 x 96 x 2 | float8_e4m3fn | fa3 | block | yes |" in text
+    for sums in ("one", "two"):
+        assert f"| outliers | 16 | 96 x 96 x 2 | float8_e4m3fn | fa3 | block | yes | {sums} |" in text
+    assert "| outliers | 16 | 96 x 96 x 2 | float8_e4m3fn | standard | block | yes | - |" in text
+    assert "an emulation of tensor cores that keep 13 bits" in text
     assert "| 9.1e-03 |" in text
     assert "An incomplete run" in text
     assert (tmp_path / "accuracy-cpu.svg").exists()
@@ -142,6 +199,22 @@ def test_rows_of_other_code_are_marked(measured):
     assert "†" not in accuracy.table(run).to_markdown()
     assert "| fa3† | block |" in accuracy.table(other).to_markdown()
     assert "standard†" not in accuracy.table(other).to_markdown()
+
+
+def test_kernels_are_not_said_to_be_emulated(measured):
+    run, _ = measured
+    of_gpu = [AccuracyRow(**vars(row) | {"gpu": "NVIDIA H200"}) for row in run]
+    assert "an emulation" not in accuracy.table(of_gpu).to_markdown()
+
+
+def test_rows_from_before_the_two_kinds_of_sums_are_still_read(measured, tmp_path):
+    run, _ = measured
+    old = [AccuracyRow(**vars(row) | {"two_level": None}) for row in run if not row.two_level]
+    rows.append(old[-1], tmp_path)
+    path = tmp_path / "cpu" / "accuracy.jsonl"
+    path.write_text(path.read_text().replace(', "two_level": null', ""))
+    assert list(rows.read(path)) == [old[-1]]
+    assert "| yes | - |" in accuracy.table(old).to_markdown()
 
 
 def test_the_run_that_lacks_least_is_shown(measured, tmp_path):
@@ -161,7 +234,7 @@ def test_the_run_that_lacks_least_is_shown(measured, tmp_path):
 
 
 def test_the_command(monkeypatch, no_hopper, tmp_path):
-    monkeypatch.setattr(accuracy, "METHODS", (Method("float16", "fa3"), Method(FP8, "fa3", "head", True)))
+    monkeypatch.setattr(accuracy, "METHODS", (Method("float16", "fa3"), Method(FP8, "fa3", "head", True, True)))
     sizes = ["--seqlen", "64", "--heads", "1", "--row", "128", "--head-dim", "16"]
     result = CliRunner().invoke(
         app,
@@ -170,6 +243,19 @@ def test_the_command(monkeypatch, no_hopper, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert len(list(rows.read(tmp_path / "cpu" / "accuracy.jsonl"))) == 3 * 2
+    narrow = ["--dtype", FP8, "--inputs", "positive"]
+    arguments = [
+        "accuracy",
+        *sizes,
+        *narrow,
+        "--results",
+        str(tmp_path / "narrow"),
+        "--picture",
+        str(tmp_path / "p.svg"),
+    ]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    [row] = rows.read(tmp_path / "narrow" / "cpu" / "accuracy.jsonl")
+    assert (row.dtype, row.inputs) == (FP8, "positive")
     assert "64 x 64 x 1" in result.output
 
 

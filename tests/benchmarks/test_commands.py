@@ -100,6 +100,7 @@ def test_doctor_says_what_runs_and_why_not(tmp_path):
         assert fact in result.output
     for version in ("fa1", "fa2", "fa3", "torch-fa2", "cudnn", "flash-attn-4"):
         assert version in result.output
+    assert "forward alone, float8_e4m3fn, head_dim 16 to 256" in result.output
     assert not list(tmp_path.iterdir())
 
 

@@ -33,6 +33,22 @@ def test_the_default_shapes():
     }
 
 
+def test_the_kinds_come_one_after_another():
+    def kind_of(shape) -> str:
+        if shape.varlen:
+            return "varlen"
+        if shape.window != (None, None):
+            return "window"
+        return "gqa" if shape.group > 1 else "softcap" if shape.softcap else "fp16"
+
+    found = list(dict.fromkeys(map(kind_of, shapes.shapes())))
+    assert found == list(shapes.KINDS)
+    assert found[:3] == ["gqa", "fp16", "varlen"]
+    [_, first, *_], *_ = shapes.groups(shapes.shapes())
+    assert kind_of(first) == "gqa"
+    assert {kind_of(shape) for shape in shapes.shapes(kinds=["softcap", "varlen"])} == {"softcap", "varlen"}
+
+
 def test_lengths_are_the_same_each_time_and_add_up():
     lengths = shapes.lengths()
     assert lengths == shapes.lengths()
@@ -45,8 +61,7 @@ def test_a_partner_is_plain_and_does_as_much(shape):
     plain = shapes.partner(shape)
     assert shapes.partner(plain) == plain
     assert (plain.dtype, kind(plain)) == (torch.bfloat16, "causal" if shape.causal else "full")
-    if shape.window == (None, None):
-        assert plain.flops("fwd") == pytest.approx(shape.flops("fwd"), rel=0.01)
+    assert plain.flops("fwd") == pytest.approx(shape.flops("fwd"), rel=0.01)
     assert plain.total_q == pytest.approx(shape.total_q, rel=0.1)
 
 
@@ -74,8 +89,8 @@ def test_the_whole_command(small, tmp_path):
     assert status == 0, text
     kept = list(rows.read(tmp_path / "h200" / "shapes.jsonl"))
     assert len({row.run for row in kept}) == 1
-    assert [row.version for row in kept].count(GEMM) == 3, "one a group"
-    assert len([row for row in kept if row.version == "fa3"]) == len(small) + 3
+    assert [row.version for row in kept].count(GEMM) == 4, "one a group"
+    assert len([row for row in kept if row.version == "fa3"]) == len(small) + 4
     [varlen] = [row for row in kept if row.lengths]
     assert (varlen.lengths, varlen.batch, varlen.seqlen_q) == ([3, 40, 21], 3, 40)
     assert varlen.tflops == pytest.approx(4 * 64 * (3**2 + 40**2 + 21**2) / 2 / 1e9)  # in 1 ms
@@ -105,7 +120,7 @@ def is_shape(row) -> bool:
 def test_the_report_has_the_ratios(document, tmp_path):
     report.regenerate([document], tmp_path / "results", tmp_path)
     text = document.read_text()
-    line = "| fa3 | bfloat16 | 128 | window (1024, 0) | 1 x 16384 x 16 | 540 | 491 to 600 | causal 1 x 16384 x 16 |"
+    line = "| fa3 | bfloat16 | 128 | window (1024, 0) | 1 x 16384 x 16 | 540 | 491 to 600 | causal 8 x 2017 x 16 |"
     assert f"{line} 600 | 0.90 |" in text
     assert text.count(" 0.90 |") == len(shapes.shapes())
     assert "incomplete" not in text
@@ -129,6 +144,19 @@ def test_without_a_gpu_it_shows_the_plan_the_errors_and_the_kernels(no_hopper, m
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
     assert "No speed is measured here: torch sees no CUDA device" in text
-    assert "bfloat16 128 window (1024, 0) 1 x 16384 x 16 133 causal 1 x 16384 x 16 1100" in text
+    assert "bfloat16 128 window (1024, 0) 1 x 16384 x 16 133 causal 8 x 2017 x 16 133" in text
     assert text.count("e-03") + text.count("e-04") == 5, "an error each"
     assert "bfloat16 128 causal, varlen fa3 168 164 0" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kind", "gqa,alibi"], "alibi: choose from gqa, fp16, varlen, window, softcap"),
+        (["--kind", "window", "--mask", "full"], "nothing to measure: a window needs mask causal and seqlen 16384"),
+    ],
+)
+def test_wrong_options_are_refused(no_hopper, arguments, message):
+    result = CliRunner().invoke(app, ["shapes", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())

@@ -1,5 +1,6 @@
 """The search for tiles: which candidates there are, what is kept and shown, on a GPU that only pretends."""
 
+from dataclasses import asdict
 from io import StringIO
 
 import pytest
@@ -41,6 +42,15 @@ def test_a_candidate_is_the_default_with_other_numbers():
     assert 40 not in {one.config(PROBLEM).tile_n for one in found}, "no multiple of 16"
 
 
+def test_a_short_search_stays_near_the_default():
+    found = tiles.candidates("fa2", PROBLEM, tiles.SPACES["fa2"])
+    default = asdict(default_config(PROBLEM))
+    near = tiles.nearest(found, PROBLEM, 5)
+    changes = [sum(default[f] != v for f, v in asdict(one.config(PROBLEM)).items()) for one in near]
+    assert changes == [0, 1, 1, 1, 1]
+    assert {one.name for one in tiles.nearest(found, PROBLEM, None)} == {one.name for one in found}
+
+
 def test_a_field_that_there_is_not_is_named():
     with pytest.raises(ValueError, match=r"^tile_k: fa2.Config has no such field; choose from tile_m, "):
         tiles.candidates("fa2", PROBLEM, {"tile_k": (1,)})
@@ -58,10 +68,19 @@ def test_the_whole_search(pretend_gpu, cpu_problem, tmp_path, monkeypatch):
     ours = [row for row in kept if row.version != GEMM]
     assert [(row.causal, row.config["tile_n"]) for row in ours] == [(c, n) for c in (False, True) for n in (96, 32)]
     assert {row.suite for row in kept} == {"tiles"}
+    assert len({row.run for row in kept}) == 1
     assert all(Config(**row.config) for row in ours)
     assert "fa2 tiles, forward, bfloat16 d=64 full 1 x 64 x 1" in text
     assert "default" in text
     assert "tile_n 32 0" in text
+
+
+def test_a_short_search_keeps_so_many_rows(pretend_gpu, cpu_problem, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "_compiled", lambda row, problem: ("255", "64", "0"))
+    output = Console(file=StringIO(), width=200)
+    space = {"tile_n": (32, 48, 64, 96), "stages": (1, 2)}
+    assert tiles.search("fa2", [cpu_problem(64)], space, Budget(rounds=1), tmp_path, output, at_most=3) == 0
+    assert len([row for row in rows.read(tmp_path / "h200" / "tiles.jsonl") if row.version != GEMM]) == 3
 
 
 def command(*arguments: str):
@@ -76,6 +95,7 @@ def command(*arguments: str):
         (["--pass", "sideways"], "sideways: choose from fwd"),
         (["--set", "tile_k=1"], "tile_k: fa2.Config has no such field"),
         (["--set", "tile_n=wide"], "FIELD=VALUE,VALUE is needed"),
+        (["--at-most", "0"], "at-most"),
         (["--head-dim", "60"], "head_dim must be a multiple of 8"),
     ],
 )
@@ -95,3 +115,6 @@ def test_without_a_gpu_it_shows_what_each_candidate_is_compiled_to(no_hopper, cl
     assert code == 0, output
     assert "No speed is measured here: torch sees no CUDA device" in output
     assert "tile_n 64, q_in_registers True" in output
+    code, output = command("--set", "tile_n=32,64", "--set", "q_in_registers=false,true", "--at-most", "2")
+    assert code == 0, output
+    assert output.count("168 164 0") == 2

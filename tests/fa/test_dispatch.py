@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fa
 import fa.dispatch as dispatch
+import fa_common.generation as generation_module
 from fa_common.generation import Generation
 
 PROBLEM = fa.Problem(batch=2, seqlen_q=128, seqlen_k=128, heads_q=4, heads_kv=4, head_dim=64)
@@ -100,7 +101,7 @@ def test_a_choice_is_made_once_for_calls_alike(monkeypatch):
 
 
 def test_the_memory_of_choices_is_bounded(monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_CHOICES", 3)
+    monkeypatch.setattr(generation_module, "MAX_RUNS", 3)
     for window in range(8):
         fa.flash_attn_func(*qkv(), window_size=(window, 1))
         assert len(dispatch._choices) <= 3
@@ -193,11 +194,37 @@ def test_an_unknown_version_lists_the_choices(version):
         pass
 
 
-@pytest.mark.parametrize("version", ["auto", "fa1", "fa3"])
-def test_8_bit_tensors_are_sent_to_fa3_with_their_scales(version):
+@pytest.mark.parametrize(
+    ("version", "before", "behind"),
+    [
+        ("auto", r"no generation can run this problem\n  fa3: ", r"\n  fa2: it takes float16 or bfloat16, not float8"),
+        ("fa1", r"fa1 cannot .*: it takes float16 or bfloat16, not float8_e4m3fn: .*; fa3 can: ", "$"),
+        ("fa3", "fa3 cannot run this problem: ", "; no other generation can$"),
+    ],
+)
+def test_8_bit_tensors_are_sent_to_fa3_with_their_scales(version, before, behind):
     q, k, v = (torch.zeros(1, 4, 2, 64).to(torch.float8_e4m3fn) for _ in range(3))
-    with pytest.raises(fa.UnsupportedProblem, match=r"call fa3\.flash_attn_func with descale_q, descale_k, descale_v"):
+    other_call = "8-bit tensors come with scales: call fa3.flash_attn_func with descale_q, descale_k, descale_v"
+    with pytest.raises(fa.UnsupportedProblem, match=f"{before}{other_call}{behind}"):
         fa.flash_attn_func(q, k, v, version=version)
+
+
+def test_another_call_is_told_beside_the_generations_that_fit(monkeypatch):
+    generation = fa.GENERATIONS["fa2"]
+    halves = replace(generation.capabilities, dtypes=("float16",), other_call="halves come in pairs: call fa2.pairs")
+    twin = with_capabilities(generation)
+    twin.__dict__["other_capabilities"] = (halves,)
+    monkeypatch.setattr(dispatch, "GENERATIONS", fa.GENERATIONS | {"fa2": twin})
+    problem = replace(PROBLEM, dtype=torch.float16)
+    assert dispatch.why_not(problem) == {"fa1": None, "fa2": halves.other_call, "fa3": None}
+    assert dispatch.why_not(PROBLEM)["fa2"] is None
+    assert fa.select(problem) == "fa3"
+    with pytest.raises(fa.UnsupportedProblem, match=f"fa2 cannot .*: {halves.other_call}; fa1 and fa3 can$"):
+        fa.select(problem, version="fa2")
+    lacking = with_capabilities(fa.GENERATIONS["fa1"], dtypes=("bfloat16",))
+    monkeypatch.setitem(dispatch.GENERATIONS, "fa1", lacking)
+    with pytest.raises(fa.UnsupportedProblem, match=f"fa1 cannot .*; fa3 can; fa2 can: {halves.other_call}$"):
+        fa.select(problem, version="fa1")
 
 
 def test_a_refusal_says_which_generations_have_it(capable):

@@ -46,15 +46,15 @@ def problems_of(head_dim: int) -> list[Problem]:
 
 
 def shared_memory(config: Config, head_dim: int) -> int:
-    """Bytes: Q of each warpgroup, stages of K and V, P and O if they have memory of their own; before them barriers and
-    the ring of tile numbers. Swizzled tiles start at multiples of 1,024."""
+    """Bytes: Q of each warpgroup, stages of K and V, P and up to 128 columns of O if they have memory of their own;
+    before them barriers and the ring of tile numbers. Swizzled tiles start at multiples of 1,024."""
     width = next(width for width in (64, 96, 128, 192, 256) if width >= head_dim)
     stores_directly = config.pack_gqa or not config.tma
     barriers = 2 * 8 * (config.num_consumer_warpgroups + 2 * config.stages + NUM_PLACES) + 4 * NUM_PLACES
     queries, keys = config.tile_m * width, config.tile_n * width
     elements = queries + 2 * config.stages * keys
     elements += 0 if config.p_in_registers else config.tile_m * config.tile_n
-    elements += queries if config.epilogue_overlap and not stores_directly else 0
+    elements += config.tile_m * min(width, 128) if config.epilogue_overlap and not stores_directly else 0
     return -(-barriers // 1024) * 1024 + 2 * elements
 
 
@@ -120,6 +120,21 @@ def test_a_switch_needs_what_it_stands_on(name, need):
         replace(config, **{name: True})
 
 
+def test_optimistic_exponentials_go_with_what_they_stand_on():
+    """P that outgrew its shift is mended in registers, and a shift that is never behind is a maximum."""
+    for need in ("lazy_rescale", "p_in_registers"):
+        assert not without(Config(), need).optimistic_exp
+    assert without(Config(), "optimistic_exp") == replace(Config(), optimistic_exp=False)
+
+
+@pytest.mark.parametrize("head_dim", CAPABILITIES.head_dims)
+def test_every_default_is_optimistic_and_o_has_memory_of_its_own(head_dim):
+    for problem in problems_of(head_dim):
+        config = default_config(problem)
+        assert config.optimistic_exp
+        assert config.epilogue_overlap != config.pack_gqa
+
+
 @pytest.mark.parametrize("name", [switch.name for switch in switches(Config)])
 def test_each_switch_can_be_turned_alone(name):
     is_on = getattr(Config(), name)
@@ -166,28 +181,45 @@ def test_few_queries_of_many_heads_share_a_tile(head_dim, group):
             assert config.tile_m == (64 if seqlen_q * group <= 64 else 128)
 
 
+SHORT, LONG = (1, 512, 512, 8, 8), (1, 16384, 16384, 8, 8)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", [Problem(1, 512, 512, 8, 8, 128), Problem(1, 512, 512, 8, 8, 256)], ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(*SHORT, 128),
+        Problem(*SHORT, 256),
+        # Defaults of long rows alone, which tests/test_kernels_compile.py has not.
+        Problem(*LONG, 64),
+        Problem(*LONG, 128),
+        Problem(*LONG, 128, causal=True),
+    ],
+    ids=str,
+)
 def test_shared_memory_is_what_the_kernel_asks_for(problem):
     config = default_config(problem)
     kernel = report(GENERATION.forward_key(problem, config), build_forward)
     assert kernel.shared_memory == shared_memory(config, problem.head_dim)
+    assert not kernel.problems(), "; ".join(kernel.problems())
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tma": False}, "needs tma=True .*TMA brings.*; got tma=False"),
-        ({"p_in_registers": False}, "needs p_in_registers=True"),
+        ({"p_in_registers": False, "optimistic_exp": False}, "the FP8 kernel needs p_in_registers=True"),
         ({"epilogue_overlap": False}, "needs epilogue_overlap=True"),
         ({"cluster": True}, "needs cluster=False; got cluster=True"),
         ({"pack_gqa": True}, "needs pack_gqa=False; got pack_gqa=True"),
-        ({"tile_n": 96}, "needs tile_n 64 or 128 .*; got 96"),
+        ({"tile_n": 32}, "needs tile_n 64, 96 or 128 .*; got 32"),
+        ({"tile_n": 80}, "needs tile_n 64, 96 or 128 .*; got 80"),
         ({"stages": 1}, "needs 2 stages or more .*; got 1"),
     ],
     ids=str,
 )
 def test_what_the_fp8_kernel_cannot_have_is_refused(changes, message):
-    check_fp8_config(Config(tile_n=64))
+    for tile_n in (64, 96, 128):
+        check_fp8_config(Config(tile_n=tile_n))
     with pytest.raises(ValueError, match=message):
         check_fp8_config(Config(**{"tile_n": 64} | changes))

@@ -6,6 +6,7 @@ rounding of P. "FA#2577" and the like name the public report of the input that o
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,14 @@ import torch
 
 import fa
 import fa3
-from fa3 import algorithm, fp8
+import fa_common.generation as generation_module
+from fa3 import algorithm, fp8, fp8_launch
 from fa3.config import KV_BLOCK, Q_BLOCK, Config, default_fp8_config
 from fa_common import reference
+from fa_common.generation import ALIGNMENT
 from fa_common.memory import Memory
 from fa_common.problem import UnsupportedProblem
+from fa_common.switches import without
 
 E4M3 = torch.float8_e4m3fn
 SCALES = ("tensor", "head", "block")
@@ -263,7 +267,7 @@ def test_lengths_around_the_blocks(seqlen_q, seqlen_k):
     check(fa3.quantize(*tensors(seqlen_q, seqlen_k, batch=1)), causal=True)
 
 
-@pytest.mark.parametrize("tiles", [(64, 64), (128, 80), (192, 128), (64, 256)], ids=str)
+@pytest.mark.parametrize("tiles", [(64, 64), (128, 64), (128, 96), (192, 128), (256, 64)], ids=str)
 @pytest.mark.parametrize("scales", SCALES)
 def test_tiles_need_not_be_the_blocks(scales, tiles):
     tile_m, tile_n = tiles
@@ -503,6 +507,20 @@ def test_the_papers_table():
     assert error("block", True) < 9.1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rotation_is_worth_its_time(dtype):
+    """With outliers in Q and K and one scale for each tensor; as on a GPU (test_fp8_gpu.py)."""
+    q, k, v = tensors(512, 512, 16, 16, 128, batch=1, dtype=dtype)
+    q, k = (x + 20 * torch.randn_like(x) * (torch.rand(x.shape) < 1e-3) for x in (q, k))
+    exact, _ = reference.attention(q, k, v, causal=True)
+    options = {"causal": True, "scales": "tensor"}
+    plain, rotated = (
+        (fa3.flash_attn_fp8_func(q, k, v, hadamard=hadamard, **options).double() - exact).norm()
+        for hadamard in (False, True)
+    )
+    assert rotated < 0.85 * plain
+
+
 # ---- Refusals
 
 
@@ -537,6 +555,22 @@ def quantized_tensors():
 def test_wrong_arguments(change, error, match):
     with pytest.raises(error, match=match):
         fa3.flash_attn_func(**quantized_tensors() | change)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (Config(tile_n=80), "the FP8 kernel needs tile_n 64, 96 or 128 .*; got 80"),
+        (without(Config(), "p_in_registers"), "the FP8 kernel needs p_in_registers=True"),
+        (Config(stages=1), "the FP8 kernel needs 2 stages or more"),
+    ],
+    ids=["tile_n", "switch", "stages"],
+)
+def test_a_config_that_the_kernel_cannot_have_is_refused_on_a_cpu_too(config, match):
+    with pytest.raises(ValueError, match=match):
+        fa3.flash_attn_func(**quantized_tensors(), config=config)
+    with pytest.raises(ValueError, match=match):
+        fa3.flash_attn_fp8_func(*tensors(5, 7, dtype=torch.bfloat16), config=config)
 
 
 def test_mixed_types():
@@ -625,60 +659,366 @@ def test_a_block_of_keys_is_a_tile():
     assert default_fp8_config(problem).tile_n == KV_BLOCK
 
 
-# ---- On a GPU, what the kernels are given
+# ---- On a GPU: kernels that are Python functions, and CPU tensors that pass for a GPU's
+
+
+class Gpu:
+    """Makes kernels that compute by the algorithm; keeps what they and the quantizing host were called with."""
+
+    def __init__(self):
+        self.keys = []  # of the kernels loaded
+        self.launches = []  # the tensors of each launch
+        self.quantizations = []  # the arguments of each, by name
+        self.num_problems = 0  # that were looked at in full
+        self.is_capturing = False
+
+    def load(self, key, build):
+        self.keys.append(key)
+
+        def kernel(*arguments):
+            tensors, (softmax_scale, softcap, left, right, _) = arguments[:11], arguments[11:]
+            q, k, v, out, lse, *scales, cu_seqlens_q, cu_seqlens_k, counter = tensors
+            refuse(key, q, k, v, scales, cu_seqlens_q, cu_seqlens_k)
+            assert (counter is not None) == (key.config.scheduler == "dynamic")
+            assert counter is None or (counter.dtype, counter.tolist()) == (torch.int32, [0])
+            self.launches.append(tensors)
+            window = (left if left < 2**30 else None, right if right < 2**30 else None)
+            options = {"softmax_scale": softmax_scale, "softcap": softcap, "window": window, "config": key.config}
+            if cu_seqlens_q is None:
+                results = algorithm.forward_fp8(q, k, v, *scales, **options, out_dtype=out.dtype)
+                out.copy_(results[0])
+                lse.copy_(results[1])
+                return
+            bounds = (pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
+            for i, (queries, keys) in enumerate(zip(*bounds, strict=True)):
+                queries, keys = slice(*queries), slice(*keys)
+                one = (q[None, queries], k[None, keys], v[None, keys], *(x[i : i + 1] for x in scales))
+                results = algorithm.forward_fp8(*one, **options, out_dtype=out.dtype)
+                out[queries], lse[:, queries] = results[0][0], results[1][0]
+
+        return kernel
+
+    def quantize(self, tensors, **options):
+        q, k, v = tensors
+        if len(q) and (k.shape != v.shape or not q.dtype == k.dtype == v.dtype):  # without a batch there is no kernel
+            raise ValueError("Mismatched Tensor")
+        self.quantizations.append({"tensors": tensors} | options)
+        return tuple(range(6))
+
+
+def refuse(key, q, k, v, scales, cu_seqlens_q, cu_seqlens_k):
+    """Raises ValueError where a compiled kernel does: nothing else stands between it and memory that is not there."""
+    for x in (q, k, v):
+        if (x.ndim, x.dtype, x.shape[-1]) != (q.ndim, E4M3, key.head_dim) or x.data_ptr() % ALIGNMENT:
+            raise ValueError("Mismatched Tensor")
+        # Any stride passes where there is one element.
+        strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+        if x.stride(-1) != 1 or any(stride % ALIGNMENT for stride in strides[:-1]):
+            raise ValueError("Invalid strides")
+    if k.shape != v.shape or any((x.ndim, x.dtype) != (3, torch.float32) for x in scales):
+        raise ValueError("Mismatched shape")
+    for x in (cu_seqlens_q, cu_seqlens_k):
+        if x is not None and (x.dtype != torch.int32 or x.shape != cu_seqlens_q.shape):
+            raise ValueError("Mismatched Tensor")
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch):
-    """CPU tensors pass for those of a GPU; what the kernels' hosts are called with."""
-    calls = {}
-
-    def host(module, name, result):
-        def call(*arguments, **options):
-            calls[name] = arguments, options
-            return result
-
-        monkeypatch.setitem(sys.modules, f"fa3.{module}", SimpleNamespace(**{name: call}))
-
+def gpu(monkeypatch):
+    gpu = Gpu()
     from_tensors = fa.Problem.from_tensors
 
-    def on_gpu(*arguments, **options):
+    def from_tensors_on_gpu(*arguments, **options):
+        gpu.num_problems += 1
         return replace(from_tensors(*arguments, **options), device="cuda", arch=90, seqlens=None)
 
-    monkeypatch.setattr(fp8.Problem, "from_tensors", on_gpu)
-    host("quantize", "quantize_on_gpu", range(6))
-    host("fp8_launch", "forward", ("out", "lse"))
-    return calls
+    monkeypatch.setattr(fp8.Problem, "from_tensors", from_tensors_on_gpu)
+    monkeypatch.setattr(fp8_launch, "load", gpu.load)
+    monkeypatch.setitem(sys.modules, "fa3.quantize", SimpleNamespace(quantize_on_gpu=gpu.quantize))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.is_capturing)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    forget()
+    yield gpu
+    forget()
 
 
-def test_a_kernel_quantizes(pretend_gpu):
+def forget():
+    fp8._runs.clear()
+    fp8._quantizations.clear()
+
+
+def e4m3(*sizes, **options):
+    return tuple(x.to(E4M3) for x in tensors(*sizes, **options))
+
+
+def of_blocks(scale, heads, blocks):
+    """A scale of any form as one of each block."""
+    if scale is None or scale.ndim < 2:
+        return torch.ones(2, heads, blocks) * (1 if scale is None else scale)
+    if scale.ndim == 2:
+        return scale.repeat_interleave(heads // scale.shape[1], 1)[..., None].repeat(1, 1, blocks)
+    return scale
+
+
+def assert_attends(given, scales, results, **options):
+    heads = [x.shape[2] for x in given]
+    scales = [of_blocks(x, n, 3) for x, n in zip(scales, heads, strict=True)]
+    config = options.pop("config", Config(tile_n=64))
+    expected = algorithm.forward_fp8(*given, *scales, softmax_scale=32**-0.5, config=config, **options)
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), rtol=2e-2, atol=2e-2)  # other tiles round P otherwise
+
+
+FORMS = {
+    "none": (None, None, None),
+    "numbers": ((), (), ()),
+    "one": ((1,), (1,), (1,)),
+    "heads": ((2, 2), (2, 2), (2, 2)),
+    "blocks": ((2, 4, 3), (2, 2, 3), (2, 2, 3)),
+    "mixed": ((2, 2), None, (2, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prepared_run_attends_with_the_scales_of_each_call(gpu, form):
+    for i in range(3):
+        given, scales = e4m3(), [None if shape is None else 0.1 + torch.rand(shape) for shape in FORMS[form]]
+        if i == 2:  # of other strides
+            scales = [x if x is None else torch.stack((x, x), -1)[..., 0] for x in scales]
+        names = dict(zip(("descale_q", "descale_k", "descale_v"), scales, strict=True))
+        results = fa3.flash_attn_func(*given, **names, return_lse=True)
+        assert_attends(given, scales, results)
+    assert (results[0].shape, results[0].dtype, results[1].shape) == ((2, 150, 4, 32), torch.bfloat16, (2, 4, 150))
+    assert all(x is y for x, y in zip(gpu.launches[-1], given, strict=False))
+    assert (len(gpu.keys), gpu.num_problems, len(fp8._runs)) == (1, 1, 1)
+
+
+def test_scales_are_views_where_they_can_be(gpu):
+    given, of_heads, one_of_blocks = e4m3(), torch.rand(2, 2), torch.rand(2, 2, 3)
+    fa3.flash_attn_func(*given, descale_q=torch.rand(1), descale_k=of_heads, descale_v=one_of_blocks)
+    scales = gpu.launches[0][5:8]
+    assert [x.stride() for x in scales] == [(0, 0, 0), (2, 1, 0), (6, 3, 1)]
+    assert scales[1].data_ptr() == of_heads.data_ptr()
+    assert scales[2] is one_of_blocks
+
+
+def test_a_run_is_found_by_all_that_it_depends_on(gpu):
+    q, k, v = e4m3()
+    calls = [
+        {},
+        {"causal": True},
+        {"window_size": (9, 3)},
+        {"softcap": 2.0},
+        {"softmax_scale": 0.5},
+        {"out_dtype": torch.float16},
+        {"config": Config(tile_n=64)},
+        {"descale_k": torch.ones(())},
+        {"descale_k": torch.ones(2, 2)},
+        {"k": torch.cat((k, k), 1)[:, :300]},
+        {"q": q[:, :149], "descale_q": torch.ones(2, 2)},
+    ]
+    for number, change in enumerate(calls, start=1):
+        for _ in range(2):
+            fa3.flash_attn_func(**{"q": q, "k": k, "v": v} | change)
+        assert len(gpu.keys) == gpu.num_problems == len(fp8._runs) == number
+    assert len(gpu.launches) == 2 * len(calls)
+    out = fa3.flash_attn_func(q, k, v, out_dtype=torch.float16)
+    assert (out.dtype, gpu.keys[5].dtype) == (torch.float16, "float8_e4m3fn-float16")
+
+
+def test_the_scale_1_is_made_once(gpu, monkeypatch):
+    made, one = [], fp8._one
+    monkeypatch.setattr(fp8, "_one", lambda device: made.append(1) or one(device))
+    given = e4m3()
+    for _ in range(3):
+        fa3.flash_attn_func(*given, descale_k=torch.ones(1))
+    assert len(made) == 1
+
+
+def test_what_a_capture_makes_stays_in_its_graph(gpu):
+    given = e4m3()
+    gpu.is_capturing = True
+    fa3.flash_attn_func(*given)
+    assert len(fp8._runs) == 0
+    gpu.is_capturing = False
+    fa3.flash_attn_func(*given)
+    assert len(fp8._runs) == 1
+
+
+def test_the_memory_of_runs_is_bounded(gpu, monkeypatch):
+    monkeypatch.setattr(generation_module, "MAX_RUNS", 3)
+    for seqlen in range(1, 9):
+        fa3.flash_attn_func(*e4m3(seqlen, 5))
+        fa3.quantize(*tensors(seqlen, 5))
+        assert len(fp8._runs) <= 3
+        assert len(fp8._quantizations) <= 3
+
+
+def test_each_launch_draws_tiles_from_a_counter_of_its_own(gpu):
+    for _ in range(2):
+        fa3.flash_attn_func(*e4m3(), causal=True)
+    first, second = (launch[-1] for launch in gpu.launches)
+    assert first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2], ids=["q", "k", "v"])
+def test_what_the_kernel_cannot_read_is_copied(gpu, position):
+    given = list(e4m3())
+    fa3.flash_attn_func(*given)
+    for unreadable in (off_by_one, lambda x: x.mT.contiguous().mT):
+        changed = list(given)
+        changed[position] = unreadable(given[position])
+        results = fa3.flash_attn_func(*changed, return_lse=True)
+        assert_attends(given, (None, None, None), results)
+        copied = [x is not y for x, y in zip(gpu.launches[-1][:3], changed, strict=True)]
+        assert copied == [i == position for i in range(3)]
+
+
+def test_a_stride_that_no_element_uses_is_repaired_too(gpu):
+    q, k, v = e4m3(batch=1)
+    fa3.flash_attn_func(q.as_strided(q.shape, (3, *q.stride()[1:])), k, v)
+    assert gpu.launches[0][0].stride(0) % ALIGNMENT == 0
+
+
+def off_by_one(x):
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+def test_packed_sequences_are_launched(gpu):
+    options = {"causal": True, "return_lse": True}
+    for lengths_q, lengths_k in (([150, 3], [150, 129]), ([53, 100], [79, 200])):
+        given, sequences = packed(lengths_q, lengths_k)
+        given = tuple(x.to(E4M3) for x in given)
+        sequences |= {"max_seqlen_q": 150, "max_seqlen_k": 200}
+        out, lse = fa3.flash_attn_varlen_func(*given, **sequences, **options)
+        assert (out.shape, lse.shape) == ((153, 4, 32), (4, 153))
+        q, k, v = (x[None, n:] for x, n in zip(given, (lengths_q[0], lengths_k[0], lengths_k[0]), strict=True))
+        alone = fa3.flash_attn_func(q, k, v, **options)
+        torch.testing.assert_close(out[None, lengths_q[0] :].float(), alone[0].float(), rtol=2e-2, atol=2e-2)
+        launched = gpu.launches[-2][8:10]
+        assert all(x is y for x, y in zip(launched, sequences.values(), strict=False)), "as they were given"
+    assert [key.sequences for key in gpu.keys] == ["packed", "dense", "dense"], "the values of cu_seqlens are in no key"
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must be int32; got torch\.int64"):
+        fa3.flash_attn_varlen_func(*given, **sequences | {"cu_seqlens_k": sequences["cu_seqlens_k"].long()}, **options)
+    with pytest.raises(TypeError, match="cu_seqlens_q must be an int32 tensor"):
+        fa3.flash_attn_varlen_func(*given, **sequences | {"cu_seqlens_q": None}, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"v": lambda x: x[:, :, :1]}, "k and v must have one shape"),
+        ({"v": lambda x: x.bfloat16()}, "q, k and v must all be torch.float8_e4m3fn"),
+        ({"k": lambda x: x.view(torch.float8_e5m2)}, "q, k and v must all be torch.float8_e4m3fn"),
+        ({"descale_k": lambda x: x.double()}, "descale_k must be float32; got torch.float64"),
+        ({"descale_k": lambda x: x[:1]}, r"descale_k must be \(\) or .*got \(1, 2\)"),
+        ({"q": lambda x: None}, "q must be a torch.Tensor; got NoneType"),
+        ({"descale_q": lambda x: 1.0}, "descale_q must be a float32 tensor, or None for 1; got float"),
+        ({"out_dtype": lambda x: torch.float32}, "out_dtype must be"),
+        ({"out_dtype": lambda x: [x]}, "out_dtype must be"),
+        ({"config": lambda x: Config(tile_n=80)}, "the FP8 kernel needs tile_n 64, 96 or 128"),
+        ({"window_size": lambda x: [1, 2]}, "window_size must be a tuple"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named_by_a_prepared_run_too(gpu, change, match):
+    q, k, v = e4m3()
+    call = {"q": q, "k": k, "v": v, "descale_q": None, "descale_k": torch.ones(2, 2), "out_dtype": torch.float16}
+    fa3.flash_attn_func(**call)
+    [(name, changed)] = change.items()
+    wrong = changed(call.get(name))
+    if name in ("k", "v"):
+        wrong = wrong.as_strided(wrong.shape, call[name].stride())  # what the prepared run is found by stays
+    with pytest.raises((TypeError, ValueError), match=match):
+        fa3.flash_attn_func(**call | {name: wrong})
+    assert (len(gpu.launches), len(fp8._runs)) == (1, 1)
+
+
+def test_a_gradient_is_refused_by_a_prepared_run_too(gpu):
+    q, k, v = e4m3()
+    fa3.flash_attn_func(q, k, v)
+    with pytest.raises(UnsupportedProblem, match="fp8 attention has no gradient"):
+        fa3.flash_attn_func(q.requires_grad_(), k, v)
     given = tensors()
-    assert fa3.quantize(*given, scales="head", seed=5) == fa3.Quantized(*range(6))
-    [called], options = pretend_gpu["quantize_on_gpu"]
-    assert all(x is y for x, y in zip(called, given, strict=True))
-    assert torch.equal(options.pop("signs"), fp8.random_signs(32, 5, torch.device("cpu")))
-    assert options == {"scales": "head"}
-    given, sequences = packed([5, 2], [3, 9])
-    fa3.quantize(*given, **sequences, hadamard=False)
-    _, options = pretend_gpu["quantize_on_gpu"]
-    assert options["signs"] is None
-    assert options["max_seqlens"] == (5, 9)
-    assert all(x is y for x, y in zip(options["cu_seqlens"], sequences.values(), strict=False))
+    fa3.quantize(*given)
+    with pytest.raises(UnsupportedProblem, match="quantize has no gradient"):
+        fa3.quantize(*(x.requires_grad_() for x in given))
 
 
-def test_a_kernel_attends(pretend_gpu):
-    q, k, v = (x.to(E4M3) for x in tensors())
-    scales = {"descale_q": torch.rand(2, 2), "descale_v": torch.rand(2, 2, 3)}
-    results = fa3.flash_attn_func(q, k, v, **scales, causal=True, out_dtype=torch.float16, return_lse=True)
-    assert results == ("out", "lse")
-    (*called, descales, problem, config, out_dtype, cu_seqlens_q, cu_seqlens_k), _ = pretend_gpu["forward"]
-    assert all(x is y for x, y in zip(called, (q, k, v), strict=True))
-    assert [tuple(x.shape) for x in descales] == [(2, 4, 3), (2, 2, 3), (2, 2, 3)]
-    assert [x.stride() for x in descales] == [(4, 1, 0), (0, 0, 0), (6, 3, 1)]
-    assert torch.equal(descales[0], scales["descale_q"].repeat_interleave(2, 1)[..., None].expand(2, 4, 3))
-    assert descales[2].data_ptr() == scales["descale_v"].data_ptr()
-    assert (problem.causal, config, out_dtype) == (True, default_fp8_config(problem), torch.float16)
-    assert cu_seqlens_q is cu_seqlens_k is None
+def test_another_error_of_the_kernel_passes(gpu, monkeypatch):
+    def kernel(*arguments):
+        raise ValueError("of its own")
+
+    monkeypatch.setattr(fp8_launch, "load", lambda key, build: kernel)
+    with pytest.raises(ValueError, match="of its own"):
+        fa3.flash_attn_func(*e4m3())
+
+
+def test_the_operator_runs_what_a_call_has_prepared(gpu):
+    q, k, v = e4m3()
+    expected = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    values = (torch.bfloat16, None, True, None, None, 0.0, False, "", None, None, None, None)
+    results = torch.ops.fa3.forward_fp8.default(q, k, v, None, None, None, *values)
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+    assert len(fp8._runs) == 1
+
+
+@pytest.mark.parametrize("lengths", [(2, 0, 7), (2, 5, 0), (0, 5, 7)], ids=["no queries", "no keys", "no batch"])
+def test_without_a_score_nothing_is_launched(gpu, lengths):
+    batch, seqlen_q, seqlen_k = lengths
+    out, lse = fa3.flash_attn_func(*e4m3(seqlen_q, seqlen_k, batch=batch), return_lse=True)
+    assert torch.equal(out, torch.zeros(batch, seqlen_q, 4, 32, dtype=torch.bfloat16))
+    assert torch.equal(lse, torch.full((batch, 4, seqlen_q), -torch.inf))
+    assert gpu.keys == []
+
+
+def test_a_kernel_quantizes(gpu):
+    given = tensors()
+    for _ in range(3):
+        assert fa3.quantize(*given, scales="head", seed=5) == fa3.Quantized(*range(6))
+    *_, called = gpu.quantizations
+    assert all(x is y for x, y in zip(called.pop("tensors"), given, strict=True))
+    assert torch.equal(called.pop("signs"), fp8.random_signs(32, 5, torch.device("cpu")))
+    assert called == {"scales": "head"}
+    assert (len(gpu.quantizations), gpu.num_problems) == (3, 1)
+
+
+def test_a_kernel_quantizes_packed_sequences(gpu):
+    for lengths in ([5, 2], [4, 3]):
+        given, sequences = packed(lengths, [3, 9])
+        sequences |= {"max_seqlen_q": 5, "hadamard": False}
+        fa3.quantize(*given, **sequences)
+        *_, called = gpu.quantizations
+        assert called["signs"] is None
+        assert called["max_seqlens"] == (5, 9)
+        assert all(x is y for x, y in zip(called["cu_seqlens"], sequences.values(), strict=False))
+    assert gpu.num_problems == 1
+    with pytest.raises(TypeError, match="cu_seqlens_k must be an int32 tensor"):
+        fa3.quantize(*given, **sequences | {"cu_seqlens_k": None})
+    with pytest.raises(ValueError, match="max_seqlen_q must not be negative"):
+        fa3.quantize(*given, **sequences | {"max_seqlen_q": -1})
+
+
+def test_a_quantization_is_found_by_all_that_it_depends_on(gpu):
+    q, k, v = tensors()
+    halves = dict(zip("qkv", (x.half() for x in (q, k, v)), strict=True))
+    for number, change in enumerate(({}, {"scales": "head"}, {"hadamard": False}, {"seed": 1}, halves), start=1):
+        for _ in range(2):
+            fa3.quantize(**{"q": q, "k": k, "v": v} | change)
+        assert gpu.num_problems == len(fp8._quantizations) == number
+    options = [(call["scales"], call["signs"] is None) for call in gpu.quantizations[::2]]
+    assert options == [("block", False), ("head", False), ("block", True), ("block", False), ("block", False)]
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_what_the_quantizing_kernel_refuses_is_named(gpu, batch):
+    q, k, v = tensors(batch=batch)
+    fa3.quantize(q, k, v)
+    for wrong, match in ((v[:, :, :1], "one shape"), (v.double(), "one dtype")):
+        with pytest.raises(ValueError, match=match):
+            fa3.quantize(q, k, wrong.as_strided(wrong.shape, v.stride()))
+    with pytest.raises(TypeError, match="seed must be a Python int; got list"):
+        fa3.quantize(q, k, v, seed=[1])
 
 
 # ---- torch.compile

@@ -12,7 +12,7 @@ from fa_common.problem import Problem
 from fa_common.report import SHARED_MEMORY_LIMIT, report
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-SIZES = (4, 4096, 4096, 16, 4)
+SIZES, SHORT = (4, 4096, 4096, 16, 4), (4, 1024, 1024, 16, 4)
 KINDS = {
     "window": {"window": (512, 64)},
     "causal softcap": {"causal": True, "softcap": 30.0},
@@ -24,8 +24,8 @@ OTHERS = {"HGMMA", "HMMA", "LDGSTS"}  # 16-bit products, loads without TMA
 
 
 def kernels() -> list:
-    def kernel(title: str, head_dim: int, out_dtype: torch.dtype = torch.bfloat16, **options):
-        problem = Problem(*SIZES, head_dim, dtype=torch.float8_e4m3fn, **options)
+    def kernel(title: str, head_dim: int, out_dtype=torch.bfloat16, sizes: tuple = SIZES, **options):
+        problem = Problem(*sizes, head_dim, dtype=torch.float8_e4m3fn, **options)
         key = forward_key(problem, default_fp8_config(problem), out_dtype)
         return pytest.param(key, id=f"d{head_dim}-{title}")
 
@@ -34,6 +34,8 @@ def kernels() -> list:
         *(kernel(title, 128, **options) for title, options in KINDS.items()),
         kernel("packed window softcap", 256, **KINDS["packed window softcap"]),
         kernel("float16 out", 64, torch.float16),
+        kernel("short", 128, sizes=SHORT),
+        kernel("short causal", 256, sizes=SHORT, causal=True),
     ]
 
 

@@ -19,9 +19,11 @@ from torch import Tensor
 
 import fa3
 from benchmarks.accuracy import dequantized
-from fa3.config import KV_BLOCK, Q_BLOCK, default_fp8_config
+from fa3 import fp8, fp8_launch
+from fa3.config import KV_BLOCK, Q_BLOCK, Config, default_fp8_config
 from fa3.fp8 import E4M3, SCALES
 from fa_common import reference
+from fa_common.generation import Prepared
 from fa_common.problem import Problem
 from tests.test_forward_gpu import Shape, assert_same_bits, full_and_causal, inside_nan, off_by_one
 
@@ -45,6 +47,7 @@ SHAPES = [
     Shape(2, 5, 2),
     Shape(3, 64, 64),
     Shape(9, 193, 257, 17, 17),  # more tiles than an H200 has SMs
+    Shape(1, 130, 4500, 4, 2),  # more than 32 blocks, whose scales lanes hold
 ]
 
 
@@ -188,7 +191,7 @@ def long_sums() -> Iterator[tuple[int, fa3.Quantized]]:
 
 
 def test_a_long_sum_in_two_levels_does_not_drift():
-    config = fa3.Config(tile_m=128, tile_n=64, stages=4, pingpong=False, two_level_accumulation=True)
+    config = Config(tile_m=128, tile_n=64, stages=4, pingpong=False, two_level_accumulation=True)
     errors = {}
     for seqlen_k, quantized in long_sums():
         results, exact = attend(quantized, config=config), expect(quantized)
@@ -210,6 +213,129 @@ def test_scales_of_v_that_are_far_apart():
         quantized = make(shape, 64)
         quantized = quantized._replace(descale_v=quantized.descale_v * torch.tensor(factors, device="cuda"))
         check(factors, attend(quantized), expect(quantized))
+
+
+# ---- Blocks of 96 keys, whose parts may have two scales
+
+
+def wide(head_dim: int) -> Config:
+    """With Q in shared memory alone, which at head_dim 128 leaves registers for 192 rows."""
+    tile_m, stages = (128, 2) if head_dim > 128 else (192, 3)
+    return Config(tile_m=tile_m, tile_n=96, stages=stages, pingpong=False)
+
+
+# One, two, three, five and seven blocks, exactly and with one key more or less, and the same of what shares a scale.
+LENGTHS_OF_96 = sorted({n * block + extra for block in (96, 128) for n in (1, 2, 3, 5, 7) for extra in (-1, 0, 1)})
+
+
+@full_and_causal
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_blocks_of_96_keys(head_dim, causal):
+    shapes = [
+        *(Shape(1, 130, length) for length in LENGTHS_OF_96),
+        Shape(9, 193, 257, 17, 17),
+        Shape(2, 600, 193, 4, 2),
+    ]
+    for shape in shapes:
+        for scales in SCALES:
+            quantized = make(shape, head_dim, scales)
+            results = attend(quantized, causal=causal, config=wide(head_dim))
+            check((shape, scales), results, expect(quantized, causal=causal))
+
+
+@pytest.mark.parametrize("mask", [{"window": (100, 30)}, {"causal": True, "softcap": 5.0}], ids=str)
+def test_blocks_of_96_keys_with_windows_and_softcap(mask):
+    for shape in (Shape(2, 385, 385, 4, 2), Shape(1, 130, 1100)):
+        quantized = make(shape, 256)
+        check((shape, mask), attend(quantized, config=wide(256), **arguments_of(mask)), expect(quantized, **mask))
+
+
+def test_scales_that_are_far_apart_in_a_block_of_96_keys():
+    factors = torch.tensor((1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0), device="cuda")
+    for of_v in (factors, factors.flip(0)):
+        quantized = make(Shape(1, 130, 641), 64)
+        quantized = quantized._replace(
+            descale_k=quantized.descale_k * factors.clamp(0.1, 10), descale_v=quantized.descale_v * of_v
+        )
+        check(of_v, attend(quantized, config=wide(64)), expect(quantized))
+
+
+# ---- Optimistic exponentials
+
+
+FACTORS = (1.0, 0.5, 0.0, -1.0, 1.0, 2.0, 0.25)  # of the scores in a row, row after row
+# Scores of five blocks of 128 keys. Lowered by 2^3 or 2^4, a flat row has sums of up to 384; a rise by 0.15 is a factor
+# of 1.16, by 0.55 of 1.73, by 0.56 of 1.75: below the limit of 448 and above it.
+LATE_MAXIMA = {
+    "all equal": (1.0,) * 5,
+    "near the limit": (1.55, 1.15, 1.0, 1.0, 1.0),
+    "beyond it": (1.8, 1.6, 1.56, 1.0, 1.0),
+    "rising by 3 a block": (13.0, 10.0, 7.0, 4.0, 1.0),
+    "rising by 30 a block": (121.0, 91.0, 61.0, 31.0, 1.0),
+    **{f"{height} at last": (height, 1.0, 1.0, 1.0, 1.0) for height in (80.0, 86.0, 88.0, 90.0, 1000.0)},
+    "40 and 2000, far apart": (2000.0, 1.0, 1.0, 40.0, 1.0),
+    "falling": (1.0, 4.0, 7.0, 10.0, 1000.0),
+}
+OPTIMISTS = {
+    "64": (64, None),
+    "128": (128, None),
+    "256": (256, None),
+    "64 x 96": (64, wide(64)),
+    "in order": (64, Config(tile_m=128, tile_n=64, pingpong=False, overlap_gemm_softmax=False)),
+    "two levels": (64, Config(tile_m=128, tile_n=64, pingpong=False, two_level_accumulation=True)),
+    "not optimistic": (64, Config(tile_m=128, tile_n=64, pingpong=False, optimistic_exp=False)),
+}
+
+
+@full_and_causal
+@pytest.mark.parametrize(("head_dim", "config"), OPTIMISTS.values(), ids=OPTIMISTS)
+def test_maxima_that_come_late(head_dim, config, causal):
+    """P outgrows e4m3 a little, a lot, or beyond all fp32 numbers, in some rows of a warp and not in others.
+
+    Scores are exact: Q holds FACTORS, K ones, and the scales of K are the scores.
+    """
+    shape = Shape(1, 200, 640, 4, 2)
+    for name, scores in LATE_MAXIMA.items():
+        q, k, v, descale_q, descale_k, descale_v = make(shape, head_dim)
+        factors = torch.tensor(FACTORS, device="cuda").repeat(-(-shape.seqlen_q // len(FACTORS)))[: shape.seqlen_q]
+        quantized = fa3.Quantized(
+            factors[None, :, None, None].expand(q.shape).to(E4M3),
+            torch.ones(k.shape, device="cuda").to(E4M3),
+            v,
+            torch.full_like(descale_q, head_dim**-0.5),
+            torch.tensor(scores, device="cuda").expand_as(descale_k).contiguous(),
+            descale_v,
+        )
+        results = attend(quantized, causal=causal, config=config)
+        # Equal P are all rounded the same way, by up to 2^-4.
+        check((name, causal), results, expect(quantized, causal=causal), ROUNDING_OF_ALL)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_first_key_of_a_row_in_a_block_that_all_see(head_dim):
+    """Behind it lie blocks of which the row sees nothing: it has no shift yet."""
+    tile_n = default_fp8_config(Problem(1, 200, 600, 2, 2, head_dim, dtype=E4M3, causal=True)).tile_n
+    for blocks in (1, 2, 5):
+        offset = blocks * tile_n - 1  # query i faces key i + offset
+        hold([Shape(1, 300, 300 + offset), Shape(2, 130, 130 + offset, 4, 2)], head_dim, causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_key_that_is_nan_is_seen_by_its_own_rows_alone(head_dim):
+    quantized, first = make(Shape(1, 300, 300, 4, 2), head_dim), 200
+    quantized.k.view(torch.uint8)[:, first] = 0x7F
+    out, lse = attend(quantized, causal=True)
+    assert out[:, first:].isnan().all()
+    assert lse[..., first:].isnan().all()
+    q, k, v, descale_q, *descales = quantized
+    earlier = fa3.Quantized(
+        q[:, :first],
+        k[:, :first],
+        v[:, :first],
+        descale_q[..., : -(-first // Q_BLOCK)],
+        *(x[..., : -(-first // KV_BLOCK)] for x in descales),
+    )
+    check("rows before", (out[:, :first], lse[..., :first]), expect(earlier, causal=True))
 
 
 # ---- Packed sequences
@@ -287,10 +413,13 @@ def test_packed_sequences(head_dim, mask):
         check((lengths, heads), results, expect_packed(packed, **mask))
 
 
+@pytest.mark.parametrize("config", [None, wide(64)], ids=["default", "96 keys"])
 @pytest.mark.parametrize("scales", SCALES)
-def test_scales_of_packed_sequences(scales):
-    packed = pack(MIXED, 64, scales, heads=(6, 2))
-    check(scales, attend_packed(packed, causal=True), expect_packed(packed, causal=True))
+def test_scales_of_packed_sequences(scales, config):
+    for lengths in (MIXED, SEVERAL_ROUNDS):
+        packed = pack(lengths, 64, scales, heads=(6, 2))
+        results = attend_packed(packed, causal=True, config=config)
+        check((scales, lengths), results, expect_packed(packed, causal=True))
 
 
 def test_nothing_leaks_from_one_packed_sequence_into_another():
@@ -340,18 +469,22 @@ def test_every_output_element_is_written_and_nothing_else(causal, poison, monkey
     """FA#1155: out and LSE each in the middle of a buffer, whose margins keep what they held."""
     buffers, margin = [], 4096
 
-    def empty(shape, *, dtype, device):
-        size = torch.Size(shape).numel() * dtype.itemsize
-        buffer = torch.full((margin + size + margin,), poison, dtype=torch.uint8, device=device)
-        buffers.append((buffer, size))
-        return buffer[margin : margin + size].view(dtype).view(shape)
+    def allocation(shape, dtype, device):
+        def allocate():
+            size = torch.Size(shape).numel() * dtype.itemsize
+            buffer = torch.full((margin + size + margin,), poison, dtype=torch.uint8, device=device)
+            buffers.append((buffer, size))
+            return buffer[margin : margin + size].view(dtype).view(shape)
+
+        return allocate
 
     for shape in (Shape(2, 193, 257), Shape(2, 1, 1), Shape(2, 129, 64, 4, 2)):
         quantized = make(shape, 64)
         expected = attend(quantized, causal=causal)
         buffers.clear()
         with monkeypatch.context() as patched:
-            patched.setattr(torch, "empty", empty)
+            patched.setattr(fp8, "_runs", Prepared())  # a prepared run would allocate as it was told to
+            patched.setattr(fp8_launch, "allocation", allocation)
             results = attend(quantized, causal=causal)
         assert_same_bits(results, expected, shape)
         assert len(buffers) == 2
@@ -435,16 +568,17 @@ def test_from_16_bit_tensors_to_16_bit_tensors(scales):
 
 
 def test_rotation_is_worth_its_time():
-    """With outliers in Q and K, and out in float16."""
-    q, k, v = draw(Shape(1, 512, 512), 128, torch.float16)
+    """With outliers in Q and K, one scale for each tensor, and out in float16; as on a CPU (test_fp8.py)."""
+    q, k, v = draw(Shape(1, 512, 512, 16, 16), 128, torch.float16)
     q, k = (x + 20 * torch.randn_like(x) * (torch.rand(x.shape) < 1e-3) for x in (q, k))
     q, k, v = (x.cuda() for x in (q, k, v))
     exact, _ = reference.attention(q, k, v, causal=True)
+    options = {"causal": True, "scales": "tensor"}
     plain, rotated = (
-        (fa3.flash_attn_fp8_func(q, k, v, causal=True, hadamard=hadamard).double() - exact).norm()
+        (fa3.flash_attn_fp8_func(q, k, v, hadamard=hadamard, **options).double() - exact).norm()
         for hadamard in (False, True)
     )
-    assert rotated < 0.8 * plain
+    assert rotated < 0.85 * plain
 
 
 def test_the_kernels_agree_with_the_algorithms():

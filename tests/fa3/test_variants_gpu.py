@@ -115,6 +115,16 @@ def test_tiles(head_dim, tile_m, tile_n):
     hold(shapes_for(config), head_dim, config)
 
 
+@full_and_causal
+@pytest.mark.parametrize("epilogue_overlap", [True, False], ids=["own memory", "sQ"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 136, 192, 256])
+def test_o_leaves_in_pieces(head_dim, epilogue_overlap, causal):
+    """One to four of them, through one or two places; also from a warpgroup that has no row of its tile, or few."""
+    scheduler = "dynamic" if causal else "static"
+    config = Config(tile_m=128, tile_n=64, scheduler=scheduler, epilogue_overlap=epilogue_overlap)
+    hold([MANY_TILES, MANY_SHARED, Shape(150, 65, 65, 1, 1), Shape(300, 3, 16, 1, 1)], head_dim, config, causal=causal)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "tile_m", "tile_n", "steps"),
     [(40, 256, 64, 1), (64, 192, 96, 4), (96, 192, 96, 2), (128, 192, 80, 2), (128, 128, 128, 8), (256, 128, 64, 4)],
@@ -143,6 +153,111 @@ def test_schedules(config):
 @configs({name: SCHEDULES[name] for name in ("static", "dynamic")})
 def test_schedules_of_equal_tiles(config):
     hold([MANY_TILES, MANY_SHARED], 128, config)
+
+
+# ---- Optimistic exponentials
+
+
+FACTORS = (1.0, 0.5, 0.0, -1.0, 1.0, 2.0, 0.25)  # of the scores in a row, row after row
+# log2(e) times these is up to 2^7, where P is infinite, and beyond; 87.5 to 88.5 lie between 2^126 and 2^128.
+HEIGHTS = (3.0, 10.0, 60.0, 87.5, 88.0, 88.5, 89.0, 1000.0)
+
+
+def late_maxima(seqlen_k: int) -> dict[str, Tensor]:
+    """Scores, (keys,), that rise in the order in which blocks are visited: towards the first key."""
+    keys = torch.arange(seqlen_k, device="cuda")
+    return {
+        "all equal": torch.ones_like(keys).float(),
+        "rising by 3 a block": 3.0 * ((seqlen_k - keys) // 64),
+        "rising by 1/16 a key": (seqlen_k - keys) / 16.0,
+        "rising by 1 a key": (seqlen_k - keys).float(),
+        "falling by 1 a key": keys.float(),
+        **{f"{height} for one key": height * (keys == 5) for height in HEIGHTS},
+        **{f"{height} for a block": height * (keys < 64) for height in HEIGHTS},
+        "40 and 2000, far apart": 40.0 * (keys // 64 == 4) + 2000.0 * (keys == 1),
+    }
+
+
+def with_scores(scores: Tensor, shape: Shape, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v whose scores are these, given the softmax_scale 1 / head_dim, times FACTORS."""
+    q, k, v = make(shape, head_dim, dtype)
+    factors = q.new_tensor(FACTORS).repeat(-(-shape.seqlen_q // len(FACTORS)))[: shape.seqlen_q]
+    q = factors[None, :, None, None].expand_as(q).contiguous()
+    k = scores.to(dtype)[None, :, None, None].expand_as(k).contiguous()
+    return q, k, v
+
+
+OPTIMISTS = [
+    *(pytest.param(torch.bfloat16, head_dim, None, id=f"bfloat16-{head_dim}") for head_dim in HEAD_DIMS),
+    pytest.param(torch.float16, 64, None, id="float16-64"),
+    pytest.param(torch.float16, 128, None, id="float16-128"),
+    pytest.param(torch.bfloat16, 64, replace(BASES[64], overlap_gemm_softmax=False), id="in order"),
+    pytest.param(torch.bfloat16, 64, replace(BASES[64], polynomial_exp=True), id="polynomial"),
+    pytest.param(torch.bfloat16, 128, replace(BASES[128], two_level_accumulation=True), id="two levels"),
+    pytest.param(torch.bfloat16, 64, replace(BASES[64], cluster=True), id="2-CTA multicast"),
+    pytest.param(torch.bfloat16, 64, replace(BASES[64], pack_gqa=True), id="packed GQA"),
+    pytest.param(torch.bfloat16, 64, without(BASES[64], "tma"), id="without TMA loads"),
+    pytest.param(torch.bfloat16, 64, replace(BASES[64], optimistic_exp=False), id="not optimistic"),
+]
+
+
+@full_and_causal
+@pytest.mark.parametrize(("dtype", "head_dim", "config"), OPTIMISTS)
+def test_maxima_that_come_late(dtype, head_dim, config, causal):
+    """P outgrows its limit a little, a lot, or beyond all fp32 numbers, in some rows of a warp and not in others."""
+    shape = Shape(1, 200, 600, 4, 2)
+    for name, scores in late_maxima(shape.seqlen_k).items():
+        q, k, v = with_scores(scores, shape, head_dim, dtype)
+        results = attend(q, k, v, causal=causal, softmax_scale=1 / head_dim, config=config)
+        check((name, causal), *results, q, k, v, causal, scale=1 / head_dim)
+
+
+@full_and_causal
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_random_scores_that_are_computed_again(head_dim, causal):
+    """Other rows and columns would give other numbers; the largest scores are some hundreds."""
+    q, k, v = make(Shape(2, 330, 700, 4, 2), head_dim)
+    k[:, :130] *= 100
+    k[:, 400:410] *= 10
+    check(head_dim, *attend(q, k, v, causal=causal), q, k, v, causal)
+    window = (500, 40)
+    check((head_dim, window), *attend(q, k, v, window_size=window), q, k, v, window=window)
+
+
+def test_random_scores_of_packed_sequences_that_are_computed_again():
+    sequences = pack(MIXED)
+    for queries, keys in rows_of(MIXED):
+        if queries.start < queries.stop:
+            sequences.k[keys][:50] *= 100
+    for mask in ({}, {"causal": True}, {"window": (150, 20)}):
+        results = attend_packed(sequences, **arguments_of(mask))
+        check_packed(mask, results, sequences, MIXED, **mask)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_first_key_of_a_row_in_a_block_that_all_see(head_dim):
+    """Behind it lie blocks of which the row sees nothing: it has no shift yet."""
+    tile_n = default_config(Problem(1, 200, 600, 2, 2, head_dim, causal=True)).tile_n
+    for blocks in (1, 2, 5):
+        offset = blocks * tile_n - 1  # query i faces key i + offset
+        hold([Shape(1, 300, 300 + offset), Shape(2, 130, 130 + offset, 4, 2)], head_dim, causal=True)
+        # No query faces a key so far in front of it.
+        hold([Shape(1, 300, 600)], head_dim, window=(400, (offset - 300) % tile_n))
+        hold([Shape(1, 300, 600)], head_dim, factor=5.0, window=(400, (offset - 300) % tile_n))
+
+
+@pytest.mark.parametrize(("head_dim", "jump"), [(64, 1.0), (64, 1000.0), (128, 1000.0), (256, 1.0)])
+def test_a_key_that_is_nan_is_seen_by_its_own_rows_alone(head_dim, jump):
+    q, k, v = make(Shape(1, 300, 300, 4, 2), head_dim)
+    q = q.abs()
+    k[:, :3] = jump / head_dim**0.5
+    first = 200
+    k[:, first] = torch.nan
+    out, lse = attend(q, k, v, causal=True)
+    assert out[:, first:].isnan().all()
+    assert lse[..., first:].isnan().all()
+    earlier = [x[:, :first] for x in (out, q, k, v)]
+    check("rows before", earlier[0], lse[..., :first], *earlier[1:], causal=True)
 
 
 # ---- Windows
