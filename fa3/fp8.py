@@ -140,14 +140,13 @@ def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple:
 
 def _quantize(
     q: Tensor, k: Tensor, v: Tensor, scales: str, hadamard: bool, seed: int, *sequences: Tensor | int | None
-) -> Quantized:
+) -> tuple[Tensor, ...]:
     """Quantizes as prepared for a call like this one, now or earlier."""
-    choices, described, packing = (scales, hadamard, seed), None, {}
+    choices, described = (scales, hadamard, seed), None
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = sequences
     try:
         if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
             described = describe_sequences(*sequences)
-            packing = {"cu_seqlens": (cu_seqlens_q, cu_seqlens_k), "max_seqlens": (max_seqlen_q, max_seqlen_k)}
         key = (_layout(q, k, v), choices, described)
         run = _quantizations.get(key)
     except (AttributeError, TypeError):  # something is no tensor, or cannot be hashed
@@ -155,35 +154,35 @@ def _quantize(
         raise
     if run is None:
         problem = _check_quantization(q, k, v, *choices, *sequences)
-        run = _prepare_quantization(problem, q.device, *choices)
+        run = _prepare_quantization(problem, (q, k, v), *choices)
         if problem.device == "cpu" or problem.batch == 0:  # no kernel checks what the key leaves out
-            return run((q, k, v), **packing)
+            return run((q, k, v), (cu_seqlens_q, cu_seqlens_k))
         _quantizations.keep(key, run)
     try:
-        return run((q, k, v), **packing)
-    except (TypeError, ValueError):  # the kernel's refusal
-        _check_quantization(q, k, v, *choices, *sequences)
-        raise
+        return run((q, k, v), (cu_seqlens_q, cu_seqlens_k))
+    except (TypeError, ValueError):  # the kernel's refusal: nothing was launched
+        aligned = [readable(x) for x in (q, k, v)]
+        if all(x is y for x, y in zip(aligned, (q, k, v), strict=True)):
+            _check_quantization(q, k, v, *choices, *sequences)
+            raise
+    return _quantize(*aligned, *choices, *sequences)
 
 
 def _prepare_quantization(
-    problem: Problem, device: torch.device, scales: str, hadamard: bool, seed: int
-) -> Callable[..., Quantized]:
-    """What quantizes tensors laid out like these."""
-    signs = random_signs(problem.head_dim, seed, device) if hadamard else None
+    problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: str, hadamard: bool, seed: int
+) -> Callable[[tuple, tuple], tuple[Tensor, ...]]:
+    """What quantizes tensors laid out like these: run(tensors, cu_seqlens)."""
+    signs = random_signs(problem.head_dim, seed, tensors[0].device) if hadamard else None
     if problem.device == "cpu":
         return functools.partial(_quantize_by_algorithm, problem, scales, signs)
-    from fa3.quantize import quantize_on_gpu  # it needs the DSL, which takes seconds to import
+    from fa3.quantize import prepare  # it needs the DSL, which takes seconds to import
 
-    def run(tensors: tuple[Tensor, Tensor, Tensor], **packing: tuple) -> Quantized:
-        return Quantized(*quantize_on_gpu(tensors, scales=scales, signs=signs, **packing))
-
-    return run
+    return prepare(problem, tensors, scales, signs)
 
 
 def _quantize_by_algorithm(
-    problem: Problem, scales: str, signs: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], **packing: tuple
-) -> Quantized:
+    problem: Problem, scales: str, signs: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], _: tuple
+) -> tuple[Tensor, ...]:
     q, k, v = tensors
     with torch.no_grad():
         if signs is not None:
@@ -194,7 +193,7 @@ def _quantize_by_algorithm(
             *(_quantize_one(problem, scales, x, KV_BLOCK, lengths_k, problem.seqlen_k) for x in (k, v)),
         )
     values, descales = zip(*made, strict=True)
-    return Quantized(*values, *descales)
+    return *values, *descales
 
 
 def _quantize_one(

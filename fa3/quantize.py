@@ -48,6 +48,7 @@ scale and of all the values that share it.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,8 @@ from torch import Tensor
 from fa3.algorithm import E4M3_MAX, SMALLEST_AMAX
 from fa3.config import KV_BLOCK, Q_BLOCK
 from fa_common.compile import KernelKey, load
-from fa_common.generation import readable
+from fa_common.generation import allocation, is_unreadable, readable
+from fa_common.problem import Problem
 from fa_common.tiles import DTYPES, fake_lengths
 from fa_common.warp_tiles import thread_index_anew
 
@@ -102,69 +104,71 @@ def quantize_key(q: Tensor, stage: str, hadamard: bool) -> KernelKey:
     )
 
 
-def quantize_on_gpu(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    *,
-    scales: str,
-    signs: Tensor | None = None,
-    cu_seqlens: tuple[Tensor, Tensor] | None = None,
-    max_seqlens: tuple[int, int] | None = None,
-) -> tuple[Tensor, ...]:
-    """Quantises Q, K and V to e4m3, on their device's current stream; they have been checked.
+def prepare(
+    problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], scales: str, signs: Tensor | None
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Compiles or loads the kernels and makes every choice of a call whose tensors are laid out like these.
 
     Args:
+        problem: of the tensors, which have been checked.
         tensors: q, k, v, float16, bfloat16 or float32, (batch, seqlen, heads, head_dim), or packed (total, heads,
-            head_dim) with cu_seqlens and max_seqlens; head_dim a multiple of 16 up to 256.
+            head_dim); head_dim a multiple of 16 up to 256.
         scales: "block", "head" or "tensor".
         signs: float32 (head_dim,) of 1 and -1, by which columns of q and k are multiplied before the Hadamard
             transform; None for neither.
-        cu_seqlens: of queries and keys, int32 (batch + 1,).
-        max_seqlens: of queries and keys.
 
     Returns:
-        (q, k, v, descale_q, descale_k, descale_v): float8_e4m3fn, contiguous, and float32: scales="block" (batch,
-        heads, blocks) with a block for 64 rows of q and 128 of k and v, "head" (batch, heads_kv), "tensor" (1,).
-        What no row has, and what has only zeros, gets descale 1.
+        run(tensors, cu_seqlens), which quantises such tensors on their device's current stream; cu_seqlens are those of
+        queries and keys, int32 (batch + 1,), or None and None. It returns (q, k, v, descale_q, descale_k, descale_v):
+        float8_e4m3fn, contiguous, and float32: scales="block" (batch, heads, blocks) with a block for 64 rows of q and
+        128 of k and v, "head" (batch, heads_kv), "tensor" (1,). What no row has, and what has only zeros, gets descale
+        1. Raises TypeError or ValueError for what the kernels cannot take, with nothing launched.
     """
-    tensors = tuple(readable(x) for x in tensors)
-    q, k, _ = tensors
-    batch = q.shape[0] if cu_seqlens is None else cu_seqlens[0].shape[0] - 1
-    max_seqlens = max_seqlens or (q.shape[1], k.shape[1])
-    values = tuple(torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=q.device) for x in tensors)
-    descales = _empty_descales(scales, batch, (q.shape[-2], k.shape[-2]), max_seqlens, q.device)
-    if batch == 0:
-        return *values, *(descale.fill_(1) for descale in descales)
-
-    heads_kv = k.shape[-2]
-    # The kernel's descales are (batch, heads, blocks): one block for a head, and for a tensor one number everywhere.
-    targets = descales if scales == "block" else tuple(x[..., None].expand(batch, heads_kv, 1) for x in descales)
-
-    def launch(stage: str, amax: Tensor | None) -> None:
-        kernel = load(quantize_key(q, stage, hadamard=signs is not None), build_quantize)
-        kernel(*tensors, *values, *targets, amax, signs, *(cu_seqlens or (None, None)), *max_seqlens)
-
-    with torch.cuda.device(q.device):
-        if scales == "block":
-            launch("block", None)
-        else:
-            amax = torch.zeros((3, *descales[0].shape), dtype=torch.float32, device=q.device)
-            amax = amax if scales == "head" else amax[..., None].expand(3, batch, heads_kv)
-            launch("maximum", amax)
-            launch("scale", amax)
-    return *values, *descales
-
-
-def _empty_descales(
-    scales: str, batch: int, heads: tuple[int, int], max_seqlens: tuple[int, int], device: torch.device
-) -> tuple[Tensor, ...]:
-    (heads_q, heads_kv), (seqlen_q, seqlen_k) = heads, max_seqlens
-    blocks_k = (batch, heads_kv, -(-seqlen_k // TILE))
+    device, hadamard = tensors[0].device, signs is not None
+    must_copy = any(map(is_unreadable, tensors))
+    max_seqlens = problem.seqlen_q, problem.seqlen_k
+    of_heads = problem.batch, problem.heads_kv
+    of_keys = *of_heads, -(-problem.seqlen_k // TILE)
     shapes = {
-        "block": ((batch, heads_q, -(-seqlen_q // HALF)), blocks_k, blocks_k),
-        "head": ((batch, heads_kv),) * 3,
+        "block": ((problem.batch, problem.heads_q, -(-problem.seqlen_q // HALF)), of_keys, of_keys),
+        "head": (of_heads,) * 3,
         "tensor": ((1,),) * 3,
     }[scales]
-    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    new_values = [allocation(x.shape, torch.float8_e4m3fn, device) for x in tensors]
+    new_descales = [allocation(shape, torch.float32, device) for shape in shapes]
+
+    def run_on_blocks(tensors: tuple, cu_seqlens: tuple) -> tuple[Tensor, ...]:
+        if must_copy:
+            tensors = map(readable, tensors)
+        values, descales = [new() for new in new_values], [new() for new in new_descales]
+        kernel(*tensors, *values, *descales, None, signs, *cu_seqlens, *max_seqlens)
+        return *values, *descales
+
+    def run_on_more(tensors: tuple, cu_seqlens: tuple) -> tuple[Tensor, ...]:
+        if must_copy:
+            tensors = tuple(map(readable, tensors))
+        values, descales = [new() for new in new_values], [new() for new in new_descales]
+        targets = [x.as_strided((*of_heads, 1), (*strides, 0)) for x in descales]
+        amax = new_amax().as_strided((3, *of_heads), (amax_stride, *strides))
+        arguments = (*tensors, *values, *targets, amax, signs, *cu_seqlens, *max_seqlens)
+        find_maxima(*arguments)
+        scale(*arguments)
+        return *values, *descales
+
+    if problem.batch == 0:  # nothing to launch
+        return lambda *_: (*(new() for new in new_values), *(new().fill_(1) for new in new_descales))
+    if scales == "block":
+        kernel = load(quantize_key(tensors[0], "block", hadamard), build_quantize)
+        return run_on_blocks
+    find_maxima, scale = (
+        load(quantize_key(tensors[0], stage, hadamard), build_quantize) for stage in ("maximum", "scale")
+    )
+    # The kernels' descales are (batch, heads, blocks), and amax (3, batch, heads): a head is one block, and a tensor
+    # one number everywhere.
+    strides = (problem.heads_kv, 1) if scales == "head" else (0, 0)
+    new_amax = functools.partial(torch.zeros, (3, *shapes[0]), dtype=torch.float32, device=device)
+    amax_stride = math.prod(shapes[0])
+    return run_on_more
 
 
 def build_quantize(key: KernelKey, options: str = "") -> Any:

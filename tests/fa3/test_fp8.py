@@ -698,12 +698,18 @@ class Gpu:
 
         return kernel
 
-    def quantize(self, tensors, **options):
-        q, k, v = tensors
-        if len(q) and (k.shape != v.shape or not q.dtype == k.dtype == v.dtype):  # without a batch there is no kernel
-            raise ValueError("Mismatched Tensor")
-        self.quantizations.append({"tensors": tensors} | options)
-        return tuple(range(6))
+    def prepare_quantization(self, problem, tensors, scales, signs):
+        def run(tensors, cu_seqlens):
+            q, k, v = tensors
+            if len(q) and (k.shape != v.shape or not q.dtype == k.dtype == v.dtype):  # no batch, no kernel
+                raise ValueError("Mismatched Tensor")
+            if any(x.data_ptr() % ALIGNMENT for x in tensors):
+                raise ValueError("Misaligned Tensor")
+            options = {"scales": scales, "signs": signs, "cu_seqlens": cu_seqlens}
+            self.quantizations.append({"problem": problem, "tensors": tensors} | options)
+            return tuple(range(6))
+
+        return run
 
 
 def refuse(key, q, k, v, scales, cu_seqlens_q, cu_seqlens_k):
@@ -733,7 +739,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(fp8.Problem, "from_tensors", from_tensors_on_gpu)
     monkeypatch.setattr(fp8_launch, "load", gpu.load)
-    monkeypatch.setitem(sys.modules, "fa3.quantize", SimpleNamespace(quantize_on_gpu=gpu.quantize))
+    monkeypatch.setitem(sys.modules, "fa3.quantize", SimpleNamespace(prepare=gpu.prepare_quantization))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.is_capturing)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -979,7 +985,7 @@ def test_a_kernel_quantizes(gpu):
     *_, called = gpu.quantizations
     assert all(x is y for x, y in zip(called.pop("tensors"), given, strict=True))
     assert torch.equal(called.pop("signs"), fp8.random_signs(32, 5, torch.device("cpu")))
-    assert called == {"scales": "head"}
+    assert (called["scales"], called["cu_seqlens"]) == ("head", (None, None))
     assert (len(gpu.quantizations), gpu.num_problems) == (3, 1)
 
 
@@ -990,7 +996,7 @@ def test_a_kernel_quantizes_packed_sequences(gpu):
         fa3.quantize(*given, **sequences)
         *_, called = gpu.quantizations
         assert called["signs"] is None
-        assert called["max_seqlens"] == (5, 9)
+        assert (called["problem"].seqlen_q, called["problem"].seqlen_k) == (5, 9)
         assert all(x is y for x, y in zip(called["cu_seqlens"], sequences.values(), strict=False))
     assert gpu.num_problems == 1
     with pytest.raises(TypeError, match="cu_seqlens_k must be an int32 tensor"):
@@ -1008,6 +1014,16 @@ def test_a_quantization_is_found_by_all_that_it_depends_on(gpu):
         assert gpu.num_problems == len(fp8._quantizations) == number
     options = [(call["scales"], call["signs"] is None) for call in gpu.quantizations[::2]]
     assert options == [("block", False), ("head", False), ("block", True), ("block", False), ("block", False)]
+
+
+def test_what_the_quantizing_kernel_cannot_read_is_copied(gpu):
+    q, k, v = tensors()
+    fa3.quantize(q, k, v)
+    fa3.quantize(q, off_by_one(k), v)
+    first, second = (call["tensors"] for call in gpu.quantizations)
+    assert [x is y for x, y in zip(first, second, strict=True)] == [True, False, True]
+    assert torch.equal(second[1], k)
+    assert gpu.num_problems == 1
 
 
 @pytest.mark.parametrize("batch", [0, 2])

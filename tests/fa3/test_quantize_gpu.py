@@ -5,6 +5,8 @@ is not, fp32 rounds it at another place, and a value may come out as its neighbo
 CPU: on a GPU, PyTorch divides by 448 by multiplying with its rounded reciprocal.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,8 @@ from torch import Tensor
 from fa3 import algorithm
 from fa3.config import KV_BLOCK, Q_BLOCK
 from fa3.fp8 import random_signs
-from fa3.quantize import quantize_on_gpu
+from fa3.quantize import prepare
+from fa_common.problem import Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +45,7 @@ def make(
 
 
 def expected(tensors: tuple[Tensor, ...], scales: str, hadamard: bool) -> tuple[Tensor, ...]:
-    """What quantize_on_gpu returns, by the algorithm, on the CPU."""
+    """What a prepared run returns, by the algorithm, on the CPU."""
     q, k, v = (x.cpu() for x in tensors)
     heads_kv, signs = k.shape[2], signs_of(q, hadamard)
     if hadamard:
@@ -80,8 +83,12 @@ def check(results: tuple[Tensor, ...], tensors: tuple[Tensor, ...], scales: str,
         torch.testing.assert_close(x, y, rtol=tolerance, atol=0, msg=lambda m, w=what: f"{name} descale_{w}: {m}")
 
 
-def run(tensors: tuple[Tensor, ...], scales: str, hadamard: bool, **options) -> tuple[Tensor, ...]:
-    return quantize_on_gpu(tensors, scales=scales, signs=signs_of(tensors[0], hadamard), **options)
+def run(
+    tensors: tuple[Tensor, ...], scales: str, hadamard: bool, *, cu_seqlens=(None, None), max_seqlens=(None, None)
+) -> tuple[Tensor, ...]:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    problem = Problem.from_tensors(*tensors, **dict(zip(names, (*cu_seqlens, *max_seqlens), strict=True)))
+    return prepare(problem, tensors, scales, signs_of(tensors[0], hadamard))(tensors, cu_seqlens)
 
 
 # ---- Values
@@ -247,15 +254,18 @@ def test_nothing_around_the_results_is_written(head_dim, scales, monkeypatch):
     """Every result in the middle of a buffer of its own, whose margins keep what they held."""
     buffers, margin = [], 4096
 
-    def empty(shape, *, dtype, device):
-        size = torch.Size(shape).numel() * dtype.itemsize
-        buffer = torch.full((margin + size + margin,), 0xA5, dtype=torch.uint8, device=device)
-        buffers.append((buffer, size))
-        return buffer[margin : margin + size].view(dtype).view(shape)
+    def allocation(shape, dtype, device):
+        def allocate():
+            size = torch.Size(shape).numel() * dtype.itemsize
+            buffer = torch.full((margin + size + margin,), 0xA5, dtype=torch.uint8, device=device)
+            buffers.append((buffer, size))
+            return buffer[margin : margin + size].view(dtype).view(shape)
+
+        return allocate
 
     tensors = make((65, 129), head_dim=head_dim)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", empty)
+        patched.setattr(import_module("fa3.quantize"), "allocation", allocation)
         results = run(tensors, scales, True)
     assert len(buffers) == 6
     for buffer, size in buffers:
