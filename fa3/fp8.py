@@ -175,7 +175,7 @@ def _prepare_quantization(
     signs = random_signs(problem.head_dim, seed, tensors[0].device) if hadamard else None
     if problem.device == "cpu":
         return functools.partial(_quantize_by_algorithm, problem, scales, signs)
-    from fa3.quantize import prepare  # it needs the DSL, which takes seconds to import
+    from fa3.quantize_launch import prepare  # it needs the DSL, which takes seconds to import
 
     return prepare(problem, tensors, scales, signs)
 

@@ -739,7 +739,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(fp8.Problem, "from_tensors", from_tensors_on_gpu)
     monkeypatch.setattr(fp8_launch, "load", gpu.load)
-    monkeypatch.setitem(sys.modules, "fa3.quantize", SimpleNamespace(prepare=gpu.prepare_quantization))
+    monkeypatch.setitem(sys.modules, "fa3.quantize_launch", SimpleNamespace(prepare=gpu.prepare_quantization))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.is_capturing)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

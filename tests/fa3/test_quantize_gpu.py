@@ -5,16 +5,14 @@ is not, fp32 rounds it at another place, and a value may come out as its neighbo
 CPU: on a GPU, PyTorch divides by 448 by multiplying with its rounded reciprocal.
 """
 
-from importlib import import_module
-
 import pytest
 import torch
 from torch import Tensor
 
-from fa3 import algorithm
+from fa3 import algorithm, quantize_launch
 from fa3.config import KV_BLOCK, Q_BLOCK
 from fa3.fp8 import random_signs
-from fa3.quantize import prepare
+from fa3.quantize_launch import prepare
 from fa_common.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -265,7 +263,7 @@ def test_nothing_around_the_results_is_written(head_dim, scales, monkeypatch):
 
     tensors = make((65, 129), head_dim=head_dim)
     with monkeypatch.context() as patched:
-        patched.setattr(import_module("fa3.quantize"), "allocation", allocation)
+        patched.setattr(quantize_launch, "allocation", allocation)
         results = run(tensors, scales, True)
     assert len(buffers) == 6
     for buffer, size in buffers:

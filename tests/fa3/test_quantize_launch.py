@@ -1,13 +1,10 @@
 """What the host of the quantising kernels gives them, on a CPU, where the kernels are Python functions."""
 
-from importlib import import_module
-
 import pytest
 import torch
 
+from fa3 import quantize_launch
 from fa_common.problem import Problem
-
-host = import_module("fa3.quantize")  # fa3.quantize, the attribute, is a function
 
 BATCH, HEADS, HEADS_KV = 2, 4, 2
 
@@ -20,7 +17,7 @@ def launches(monkeypatch):
     def load(key, build):
         return lambda *arguments: launches.append((key.config.stage, arguments))
 
-    monkeypatch.setattr(host, "load", load)
+    monkeypatch.setattr(quantize_launch, "load", load)
     return launches
 
 
@@ -29,7 +26,7 @@ def tensors(batch=BATCH):
 
 
 def prepare(given, scales, signs=None):
-    return host.prepare(Problem.from_tensors(*given), given, scales, signs)
+    return quantize_launch.prepare(Problem.from_tensors(*given), given, scales, signs)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +72,7 @@ def test_packed_sequences(launches):
     bounds = (torch.tensor([0, 50, 150], dtype=torch.int32), torch.tensor([0, 1, 300], dtype=torch.int32))
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     problem = Problem.from_tensors(*given, **dict(zip(names, (*bounds, 100, 299), strict=True)))
-    results = host.prepare(problem, given, "block", None)(given, bounds)
+    results = quantize_launch.prepare(problem, given, "block", None)(given, bounds)
     [(_, arguments)] = launches
     assert arguments[10:] == (None, *bounds, 100, 299)
     assert [x.shape for x in results[3:]] == [(2, 4, 2), (2, 2, 3), (2, 2, 3)]
