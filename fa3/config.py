@@ -124,8 +124,7 @@ def default_config(problem: Problem) -> Config:
             # Short rows: few blocks each, of which 192 rows would mask more.
             return schedule(tile_m=128, tile_n=128, stages=2, q_register_steps=4 if is_plain else 0)
         # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
-        steps = 2 if is_plain else 0
-        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=steps, pingpong=problem.seqlen_k < 8192)
+        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=2 if is_plain else 0)
     tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
     return schedule(tile_m=128, tile_n=tile_n, stages=2)
 

@@ -96,6 +96,8 @@ def store_tile(work: Work, tile: Tile, first_row: Int32, products: Products, sO:
             tOsO, tOgO = tma_partition(tma_O, sO, gO)
             # TMA drops the rows past the sequence's end, and the columns past head_dim.
             cute.copy(tma_O, tOsO[None, place], tOgO[None, first_row // ROWS])
+        if is_storing_warp:
+            # A group for each piece, an empty one too: the waits above count groups.
             cute.arch.cp_async_bulk_commit_group()
     if const_expr(not config.epilogue_overlap) and is_storing_warp:
         # TMA has read O out of sQ.

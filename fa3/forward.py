@@ -58,7 +58,7 @@ from fa3.loads import (
 )
 from fa3.products import ROWS, Products
 from fa3.scheduler import NO_TILE, NUM_PLACES, Facts, Tile, Work, grid_size
-from fa3.softmax import KeyScales, OnlineSoftmax, parts, rescale_rows
+from fa3.softmax import KeyScales, OnlineSoftmax, parts
 from fa3.sync import (
     PRODUCER_WARP,
     REGISTERS,
@@ -357,7 +357,6 @@ class Forward:
         """
         q_phase, k_state, v_state = states
         work, tile, pipes = share.work, share.tile, share.pipes
-        block = self.block_overlapped if const_expr(self.config.overlap_gemm_softmax) else self.block_in_order
         blocks, all_blocks = work.key_blocks(tile, share.first_row, ROWS), work.all_key_blocks(tile)
         begin, last = all_blocks.begin, blocks.end - 1
         if const_expr(share.descales is not None):
@@ -379,14 +378,14 @@ class Forward:
         full_end = cutlass.min(blocks.full_end, last)
         full_begin = cutlass.min(blocks.full_begin, full_end)
         for i in cutlass.range(last - full_end, unroll=1):
-            k_state, v_state = block(last - 1 - i, True, share, products, softmax, (k_state, v_state))
+            k_state, v_state = self.block(last - 1 - i, True, share, products, softmax, (k_state, v_state))
             ahead = load_ahead(self.config, share.loads, last - 1 - i, begin, ahead)
         for i in cutlass.range(full_end - full_begin, unroll=1):
-            k_state, v_state = block(full_end - 1 - i, False, share, products, softmax, (k_state, v_state))
+            k_state, v_state = self.block(full_end - 1 - i, False, share, products, softmax, (k_state, v_state))
             ahead = load_ahead(self.config, share.loads, full_end - 1 - i, begin, ahead)
         if const_expr(self.window):
             for i in cutlass.range(full_begin - blocks.begin, unroll=1):
-                k_state, v_state = block(full_begin - 1 - i, True, share, products, softmax, (k_state, v_state))
+                k_state, v_state = self.block(full_begin - 1 - i, True, share, products, softmax, (k_state, v_state))
                 ahead = load_ahead(self.config, share.loads, full_begin - 1 - i, begin, ahead)
         if const_expr(not self.gathers_queries and self.frees_queries_early):
             # No product reads Q any more: the producer may load the next tile's.
@@ -433,7 +432,7 @@ class Forward:
         return k_state
 
     @cute.jit
-    def block_in_order(
+    def block(
         self,
         n_block: Int32,
         masked: cutlass.Constexpr,
@@ -442,48 +441,10 @@ class Forward:
         softmax: OnlineSoftmax,
         states: tuple,
     ):
-        """S of block n and O += P V of block n + 1; both are finished before the softmax begins."""
-        k_state, v_state = states
-        pipes, scales = share.pipes, self.block_scales(n_block, share)
-        # K of n and V of n + 1 have been loaded.
-        pipes.wait(pipes.k, k_state)
-        pipes.wait(pipes.v, v_state)
-        share.gates.wait()
-        products.issue_scores(k_state.index)
-        products.issue_output(v_state.index)
-        share.gates.open_next()
-        # Both products are done: S and O are readable, and the stages of K and V may be refilled.
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        products.add_block()
-        softmax = softmax.of_block(scales)
-        if const_expr(self.is_optimistic(masked)):
-            sums = softmax.optimistic_step(products.acc_S)
-            products.round_scores()
-            self.check(softmax, sums, products, k_state.index)
-            pipes.k.consumer_release(k_state)
-        else:
-            pipes.k.consumer_release(k_state)
-            self.prepare_scores(n_block, share, products, masked, scales)
-            rescale, rises = softmax.step(products.acc_S)
-            products.round_scores()
-            if rises:
-                rescale_rows(products.acc_O, rescale)
-        k_state.advance()
-        v_state.advance()
-        return k_state, v_state
+        """S of block n and O += P V of block n + 1.
 
-    @cute.jit
-    def block_overlapped(
-        self,
-        n_block: Int32,
-        masked: cutlass.Constexpr,
-        share: Share,
-        products: Products,
-        softmax: OnlineSoftmax,
-        states: tuple,
-    ):
-        """S of block n and O += P V of block n + 1; the softmax of n runs while P V is still in the tensor cores."""
+        With overlap_gemm_softmax P V is in the tensor cores while the softmax of n runs; else both are finished first.
+        """
         k_state, v_state = states
         pipes, scales = share.pipes, self.block_scales(n_block, share)
         # K of n and V of n + 1 have been loaded.
@@ -493,14 +454,14 @@ class Forward:
         products.issue_scores(k_state.index)
         products.issue_output(v_state.index)
         share.gates.open_next()
-        # All but the newest product, P V, are done: S is readable and this stage of K may be refilled.
-        warpgroup.wait_group(1)
+        # S is done, and readable; overlapping, the newest product, P V, may not be.
+        warpgroup.wait_group(1 if self.config.overlap_gemm_softmax else 0)
         softmax = softmax.of_block(scales)
         if const_expr(self.is_optimistic(masked)):
             sums = softmax.optimistic_step(products.acc_S)
             # It never is. But a branch holds the exponentials above the wait below; without it ptxas moves the wait up
             # to before them, and nothing overlaps (docs/dsl-notes.md).
-            if n_block < 0:
+            if softmax.factor(0) < 0.0:
                 warpgroup.wait_group(0)
             # P V is done: P may be overwritten, and this stage of V refilled.
             warpgroup.wait_group(0)

@@ -42,8 +42,8 @@ LANES = 32
 class Descales:
     """The scales of one tile: of its rows of Q, and of every block of K and V of its head.
 
-    Each lane holds what the softmax needs for one of the loop's blocks, 32 in a row, made all at once; a block's come by
-    shuffles. Read for each block anew, they cost two dozen instructions, and ptxas puts the wait for a load from L2
+    Each lane holds what the softmax needs for one of the loop's blocks, 32 in a row, made all at once; a block's come
+    by shuffles. Read for each block anew, they cost two dozen instructions, and ptxas puts the wait for a load from L2
     between the WGMMAs of S.
     """
 
@@ -52,11 +52,12 @@ class Descales:
     v: cute.Tensor
     held: cute.Tensor  # (2, 1 or 2): factor and bias (KeyScales) of a block's first key, and of its last
     tile_n: int
+    last_block: Int32  # with a scale, of the sequence
 
     def load(self, n_block: Int32) -> None:
         """Of the 32 blocks, n_block among them, that begin at a multiple of 32."""
         for i, block in enumerate(self.blocks_of(n_block // LANES * LANES + cute.arch.lane_idx())):
-            block = cutlass.min(block, self.k.shape[0] - 1)
+            block = cutlass.min(block, self.last_block)
             self.held[0, i] = self.factor * self.k[block]
             self.held[1, i] = cute.math.log2(self.v[block], fastmath=True)
 
@@ -84,6 +85,11 @@ class ForwardFp8(Forward):
 
     def __init__(self, key: KernelKey):
         super().__init__(key)
+        if key.config.tile_n == 96 and self.width == 96:
+            raise ValueError(
+                "the FP8 kernel needs tile_n 64 or 128 at head_dim 80 and 96 (what V's 96 keys make there does not "
+                f"share out among four warps); got 96 at {key.head_dim}"
+            )
         self.facts = replace(self.facts, is_8_bit=True)
         self.has_busy_producer, self.registers = True, REGISTERS_TRANSPOSING
         # To load a block of V takes the stage of one that many stages before it, and its P V comes an iteration after
@@ -204,7 +210,8 @@ class ForwardFp8(Forward):
             factor = factor * work.scale_log2
         k, v = (t[tile.batch, work.head_kv(tile), None] for t in (descale_k, descale_v))
         num_blocks = 1 if KV_BLOCK % self.config.tile_n == 0 else 2
-        return Descales(factor, k, v, cute.make_rmem_tensor((2, num_blocks), Float32), self.config.tile_n)
+        held = cute.make_rmem_tensor((2, num_blocks), Float32)
+        return Descales(factor, k, v, held, self.config.tile_n, cutlass.max(tile.seqlen_k - 1, 0) // KV_BLOCK)
 
     def block_scales(self, n_block: Int32, share: Share) -> tuple[KeyScales, ...]:
         scales = [self.key_scales(share.work, *numbers) for numbers in share.descales.of(n_block)]

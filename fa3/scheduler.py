@@ -358,6 +358,13 @@ class Work:
             first = first_row // self.group
             queries = (first, (first_row + num_rows - 1) // self.group - first + 1)
         blocks = visible_blocks(queries, self.facts.config.tile_n, (tile.seqlen_q, tile.seqlen_k), self.bounds)
+        right, tile_n = self.bounds[1], self.facts.config.tile_n
+        if self.facts.config.optimistic_exp and right is not None:
+            # A block whose last key is the last of the first query counts as masked: there that query has seen no key
+            # yet, and its exponentials cannot be optimistic.
+            last_key = cutlass.max(queries[0] + right + tile.seqlen_k - tile.seqlen_q, 0)
+            full_end = cutlass.min(blocks.full_end, last_key // tile_n)
+            blocks = replace(blocks, full_end=cutlass.max(full_end, blocks.full_begin))
         return self.share_of(blocks, tile) if self.facts.splits else blocks
 
     def all_key_blocks(self, tile: Tile) -> KeyBlocks:

@@ -23,6 +23,7 @@ from fa3.config import Config
 from fa_common.tiles import as_rows_and_columns, quad_max, quad_sum, row_sum_of
 
 NO_KEY = -1e30  # shift of a row that has seen no key: below any score, and finite, since -inf minus -inf is NaN
+LOST = 2.0**100  # a sum of P from which on its scores count as lost; the factor 2^-127 would be no normal number, and 0
 RISE = 8.0  # log2 of how far P may outgrow 1; 256 is far from overflow in fp16, and sums of P are fp32
 # Of 2^f on -0.5 <= f <= 0.5, lowest power first: of all of this degree the least largest relative error, 2.6e-6.
 EXP2_COEFFICIENTS = (
@@ -139,8 +140,8 @@ class OnlineSoftmax:
         S = parts(acc_S, self.scales)
         num_rows = cute.size(self.shift)
         rescale = cute.make_rmem_tensor_like(self.shift)
-        infinite = [total(sums, r) == Float32.inf for r in range(num_rows)]
-        if cute.arch.vote_any_sync(functools.reduce(operator.or_, infinite)):
+        lost = [total(sums, r) > LOST for r in range(num_rows)]
+        if cute.arch.vote_any_sync(functools.reduce(operator.or_, lost)):
             scores_again()
             for r in cutlass.range_constexpr(num_rows):
                 rescale[r] = self.raise_row(r, quad_max(self.highest_score(S, r)) - self.height)
@@ -206,7 +207,7 @@ class OnlineSoftmax:
         Each lane compares its own columns, so that the quads need not exchange their maxima unless one does.
         """
         if not self.lazy:
-            return self.scale_log2 > 0.0  # always, but the compiler must not know: see Forward.block_overlapped
+            return self.scale_log2 > 0.0  # always, but the compiler must not know: see Forward.block
         rises = Boolean(False)
         for r, score in enumerate(highest):
             rises = rises | (score > self.shift[r] + RISE)
@@ -254,7 +255,7 @@ def polynomial_exp2(x: Float32) -> Float32:
     # The last bits of `shifted` are the integer: added to the exponent of 2^fraction.
     power = (power.bitcast(Int32) + (shifted.bitcast(Int32) << MANTISSA_BITS)).bitcast(Float32)
     power = Float32(0.0) if x < EXP2_LOWEST else power
-    return Float32.inf if x > EXP2_HIGHEST else power
+    return power if x <= EXP2_HIGHEST else x * Float32.inf  # NaN of a NaN
 
 
 @cute.jit
