@@ -508,10 +508,12 @@ def test_the_papers_table():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rotation_is_worth_its_time(dtype):
-    """With outliers in Q and K and one scale for each tensor; as on a GPU (test_fp8_gpu.py)."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rotation_is_worth_its_time(device, dtype):
+    """With outliers in Q and K and one scale for each tensor."""
     q, k, v = tensors(512, 512, 16, 16, 128, batch=1, dtype=dtype)
     q, k = (x + 20 * torch.randn_like(x) * (torch.rand(x.shape) < 1e-3) for x in (q, k))
+    q, k, v = (x.to(device) for x in (q, k, v))
     exact, _ = reference.attention(q, k, v, causal=True)
     options = {"causal": True, "scales": "tensor"}
     plain, rotated = (
