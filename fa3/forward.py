@@ -469,8 +469,10 @@ class Forward:
             products.add_block()
             products.round_scores()
             self.check(softmax, sums, products, k_state.index)
+            # Nobody asks for S again: this stage of K may be refilled.
             pipes.k.consumer_release(k_state)
         else:
+            # S is done: this stage of K may be refilled.
             pipes.k.consumer_release(k_state)
             self.prepare_scores(n_block, share, products, masked, scales)
             rescale, rises = softmax.step(products.acc_S)

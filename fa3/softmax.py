@@ -111,6 +111,8 @@ class OnlineSoftmax:
             self.add(r, [row_sum_of(part, r) for part in S])
         return rescale, rises
 
+    # Not in fa2 either: exponentials that wait for no maximum.
+
     @cute.jit
     def optimistic_step(self, acc_S: cute.Tensor) -> cute.Tensor:
         """Turns scores into P under the shifts at hand, in place: the exponentials wait for no maximum.
@@ -140,6 +142,7 @@ class OnlineSoftmax:
         S = parts(acc_S, self.scales)
         num_rows = cute.size(self.shift)
         rescale = cute.make_rmem_tensor_like(self.shift)
+        # Infinite, or so large that the factor to lower it would be 0.
         lost = [total(sums, r) > LOST for r in range(num_rows)]
         if cute.arch.vote_any_sync(functools.reduce(operator.or_, lost)):
             scores_again()

@@ -24,8 +24,7 @@ MAY_IMPORT = {
 LIBRARY = ("fa", *GENERATIONS, "fa_common")
 DEPENDENCIES = {"torch", "cutlass", "tvm_ffi", "einops"}  # of the library; benchmarks and tests have extras
 
-# A kernel class reads top to bottom in this order, the same in every generation, with other methods in between. A step
-# that comes in several schedules has a method for each: `block_in_order`, `block_overlapped`.
+# A kernel class reads top to bottom in this order, the same in every generation, with other methods in between.
 KERNEL_METHODS = ("__call__", "kernel", "load", "attend", "block", "store")
 # A file an idea: warp roles and barriers, persistent tiles, loads, the two products, how O leaves; the merging of split
 # keys; FP8: its operands on chip, its attention, its quantisation; FP8 and decoding with a cache on the host.
