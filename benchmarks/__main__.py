@@ -22,7 +22,7 @@ import benchmarks.tiles
 import benchmarks.without_gpu
 from benchmarks import machine
 from benchmarks.contenders import OURS
-from benchmarks.peers import PEERS
+from benchmarks.peers import FP8_PEERS, PEERS
 from benchmarks.problems import DTYPES, HEAD_DIMS, MASKS, QUICK_SEQLENS, SEQLENS, grid
 from benchmarks.rows import RESULTS
 from benchmarks.shapes import WINDOW_SEQLEN
@@ -116,6 +116,13 @@ def check_fp8_head_dims(head_dims: Iterable[int]) -> None:
         raise typer.BadParameter(f"{', '.join(map(str, wrong))}: head_dims of FP8 are multiples of 16 up to 256")
 
 
+def peers_of(given: Sequence[str] | None, of_dtype: Sequence[str]) -> tuple[str, ...]:
+    """The peers that were given, or all of the dtype; the option's error for one of another dtype."""
+    if wrong := [peer for peer in given or () if peer not in of_dtype]:
+        raise typer.BadParameter(f"{', '.join(wrong)}: the peers in this dtype are {', '.join(of_dtype)}")
+    return tuple(of_dtype if given is None else given)
+
+
 def nothing_measured(out: Console) -> bool:
     """Whether no speed can be measured here; says why."""
     reason = machine.why_no_hopper()
@@ -129,7 +136,7 @@ def typed(**options: Iterable) -> dict[str, str]:
     return {option: ",".join(map(str, values)) for option, values in options.items()}
 
 
-SWEEP = typed(head_dim=HEAD_DIMS, mask=MASKS, seqlen=SEQLENS, dtype=DTYPES, versions=GENERATIONS, peers=PEERS)
+SWEEP = typed(head_dim=HEAD_DIMS, mask=MASKS, seqlen=SEQLENS, dtype=DTYPES, versions=GENERATIONS)
 ABLATION = typed(
     head_dim=benchmarks.ablate.HEAD_DIMS, mask=benchmarks.ablate.MASKS, seqlen=benchmarks.ablate.SEQLENS, dtype=DTYPES
 )
@@ -183,11 +190,19 @@ def compare(
         typer.Option(
             parser=several((*SIXTEEN_BITS, benchmarks.fp8.DTYPE)),
             metavar="T,T",
-            help=f"{', '.join(SIXTEEN_BITS)}; or {benchmarks.fp8.DTYPE}, alone: beside bfloat16, without peers.",
+            help=f"{', '.join(SIXTEEN_BITS)}; or {benchmarks.fp8.DTYPE}, alone: beside bfloat16.",
         ),
     ] = SWEEP["dtype"],
     versions: Versions = SWEEP["versions"],
-    peers: Peers = SWEEP["peers"],
+    peers: Annotated[
+        Any,
+        typer.Option(
+            parser=several((*PEERS, *FP8_PEERS)),
+            metavar="P,P",
+            show_default="all of the dtype",
+            help=f'{", ".join(PEERS)}; in {benchmarks.fp8.DTYPE} {", ".join(FP8_PEERS)}. "" for none.',
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the versions take turns.")] = Budget.rounds,
     quick: Annotated[bool, typer.Option(help=f"Only sequence lengths {QUICK_SEQLENS}, in two rounds.")] = False,
     pass_: Pass = "fwd",
@@ -198,7 +213,7 @@ def compare(
 
     On a Hopper GPU it measures their speed and keeps the rows. Anywhere else it shows their errors, the bytes and FLOPs
     they count, and what their kernels were compiled to. In FP8 it is fa3 on quantised tensors, with quantisation, and
-    in bf16; there is no picture.
+    in bf16, and peers on quantised tensors; there is no picture.
     """
     out, in_fp8 = console(), benchmarks.fp8.DTYPE in dtype
     if in_fp8:
@@ -206,6 +221,7 @@ def compare(
             raise typer.BadParameter(f"{benchmarks.fp8.DTYPE} is compared alone, and only its forward")
         check_fp8_head_dims(head_dim)
         dtype = DTYPES
+    peers = peers_of(peers, FP8_PEERS if in_fp8 else PEERS)
     problems = problems_of(head_dim, mask, QUICK_SEQLENS if quick else seqlen, dtype)
     if nothing_measured(out):
         if in_fp8:
@@ -215,7 +231,7 @@ def compare(
         raise typer.Exit(benchmarks.without_gpu.compare(problems, versions, out))
     budget = Budget(rounds=2 if quick else repeats)
     if in_fp8:
-        raise typer.Exit(benchmarks.fp8.measure(problems, versions, budget, results, out))
+        raise typer.Exit(benchmarks.fp8.measure(problems, versions, budget, results, out, peers))
     everyone = [*versions, *peers]
     raise typer.Exit(benchmarks.compare.compare(problems, everyone, budget, results, picture, out, pass_))
 

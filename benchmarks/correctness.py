@@ -9,6 +9,8 @@ from torch import Tensor
 # against those that they were rounded from, that and the rounding of Q, K and V about 5e-2.
 QUANTIZED_LIMIT = 5e-2
 QUANTIZING_LIMIT = 1e-1
+# Rounding O to e4m3 as well makes 2.5e-2 about 3.8e-2.
+QUANTIZED_OUT_LIMIT = 7.5e-2
 # e4m3 numbers lie 2^-3 of their power of two apart, so that a rounded one is off by at most 2^-4 of itself.
 QUANTIZATION_LIMIT = 2**-4
 

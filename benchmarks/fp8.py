@@ -3,9 +3,10 @@
     bf16                q, k and v as they are drawn
     fp8                 the same, quantised once before the timed calls, a scale for each block of rows
     with quantization   q, k and v as they are drawn again; each call quantises them first
+    a peer              q, k and v quantised once before the timed calls, a scale for each tensor
 
-All three are timed in turns. The second is right if it agrees with fp64 attention of the numbers that its e4m3 tensors
-stand for, the other two if they agree with that of the tensors as drawn.
+All are timed in turns. The second and the peers are right if they agree with fp64 attention of the numbers that their
+e4m3 tensors stand for, the other two if they agree with that of the tensors as drawn.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +24,9 @@ import fa3
 from benchmarks import compare, comparison, without_gpu
 from benchmarks.accuracy import dequantized
 from benchmarks.compare import Standard, Sweep
-from benchmarks.contenders import Ours, switched
-from benchmarks.correctness import QUANTIZED_LIMIT, QUANTIZING_LIMIT, limit, relative_error
-from benchmarks.peers import GEMM
+from benchmarks.contenders import Contender, Ours, switched
+from benchmarks.correctness import QUANTIZED_LIMIT, QUANTIZED_OUT_LIMIT, QUANTIZING_LIMIT, limit, relative_error
+from benchmarks.peers import FP8_PEERS, GEMM, CudnnFp8
 from benchmarks.problems import exact_output, grid, kind, name, problem_of, random_tensors
 from benchmarks.rows import Row
 from benchmarks.tables import Table
@@ -90,7 +91,7 @@ def contenders(versions: Sequence[str]) -> list[Ours]:
     return [way(version) for version in versions for way in ways.get(version, (OnQuantized,))]
 
 
-def standards(problem: Problem, tensors: tuple[Tensor, ...], ours: Sequence[Ours]) -> dict[str, Standard]:
+def standards(problem: Problem, tensors: tuple[Tensor, ...], everyone: Sequence[Contender]) -> dict[str, Standard]:
     """What each contender is held against, by name."""
     exact = exact_output(problem, *tensors)
     of_quantized = exact_output(problem, *dequantized(fa3.quantize(*tensors)))
@@ -99,17 +100,27 @@ def standards(problem: Problem, tensors: tuple[Tensor, ...], ours: Sequence[Ours
         OnQuantized: Standard(of_quantized, QUANTIZED_LIMIT),
         Quantizing: Standard(exact, QUANTIZING_LIMIT),
     }
-    return {one.name: by_way[type(one)] for one in ours}
+    if any(type(one) is CudnnFp8 for one in everyone):
+        quantized = CudnnFp8.quantize(*tensors)
+        scaled = exact_output(problem, *dequantized(quantized)) * CudnnFp8.scale_out(quantized)
+        by_way[CudnnFp8] = Standard(scaled, QUANTIZED_OUT_LIMIT)
+    return {one.name: by_way[type(one)] for one in everyone}
 
 
 def measure(
-    problems: Sequence[Problem], versions: Sequence[str], budget: Budget, results: Path, console: Console
+    problems: Sequence[Problem],
+    versions: Sequence[str],
+    budget: Budget,
+    results: Path,
+    console: Console,
+    peers: Sequence[str] = (),
 ) -> int:
     """Measures every problem, in 16 bits, on the current GPU; 1 if one of ours failed, 130 if interrupted."""
-    sweep = compare.prepare(contenders(versions), problems, budget, results, console, SUITE)
+    everyone = [*contenders(versions), *(FP8_PEERS[peer] for peer in peers)]
+    sweep = compare.prepare(everyone, problems, budget, results, console, SUITE)
     status = compare.run([(name(problem), partial(all_ways, sweep, problem)) for problem in problems], console)
     compare.show(sweep, console, lambda run: [table(run)])
-    return status or int(bool(sweep.failed))
+    return status or int(bool(sweep.failed - set(FP8_PEERS)))
 
 
 @torch.no_grad()
@@ -118,33 +129,43 @@ def all_ways(sweep: Sweep, problem: Problem) -> str:
     tensors = random_tensors(problem)
     admitted = sweep.admit(problem, tensors, standards(problem, tensors, sweep.contenders))
     gemm, *measured = sweep.time(admitted)
-    rates = [f"{GEMM} {gemm.tflops:.0f}", *(f"{NAMES[row.call]} {row.tflops:.0f}" for row in measured)]
+    rates = [f"{GEMM} {gemm.tflops:.0f}", *(f"{column(row)} {row.tflops:.0f}" for row in measured)]
     return f"{name(problem)}: {'  '.join(rates)} TFLOP/s"
 
 
+def column(row: Row) -> str:
+    """Where a row stands in its problem's line: at its way, a peer's at its name."""
+    return row.version if row.version in FP8_PEERS else NAMES[row.call]
+
+
 def table(run: pd.DataFrame) -> Table:
-    """Every problem of a run: the rate of each way, and what FP8 gains over the other two."""
-    found: dict[Problem, dict[str | None, Row]] = {}
-    for row in comparison.as_rows(run[run.version == VERSION]):
-        found.setdefault(replace(problem_of(row), dtype=torch.bfloat16), {})[row.call] = row
+    """Every problem of a run: the rate of each way and peer; what FP8 gains over the other two and the best peer."""
+    found: dict[Problem, dict[str, float]] = {}
+    for row in comparison.as_rows(run[run.version.isin((VERSION, *FP8_PEERS))]):
+        found.setdefault(replace(problem_of(row), dtype=torch.bfloat16), {})[column(row)] = row.tflops
+    peers = [peer for peer in FP8_PEERS if (run.version == peer).any()]
+    best = "best peer"
+    for rates in found.values():
+        if measured := [rates[peer] for peer in peers if peer in rates]:
+            rates[best] = max(measured)
+    fp8 = NAMES[QUANTIZED]
+    ratios = [(fp8, NAMES[None]), (fp8, WITH_QUANTIZATION), (WITH_QUANTIZATION, NAMES[None])]
+    ratios += [(fp8, best)] * bool(peers)
     stale = comparison.STALE if comparison.stale_versions(run) else ""
-    ratios = ((QUANTIZED, None), (QUANTIZED, WITH_QUANTIZATION), (WITH_QUANTIZATION, None))
     result = Table(
         f"Forward in FP8, {VERSION}{stale}, TFLOP/s",
-        ["d", "mask", "seqlen", *NAMES.values(), *(f"{NAMES[a]} / {NAMES[b]}" for a, b in ratios)],
+        ["d", "mask", "seqlen", *NAMES.values(), *peers, *(f"{a} / {b}" for a, b in ratios)],
         labels=3,
         notes=[
             *comparison.notes(run),
             "fp8: q, k and v in e4m3 with a scale for each block, made before the call; with quantization: in it.",
+            *(f"{peer}: {FP8_PEERS[peer].note}" for peer in peers),
         ],
     )
-    for problem, by_way in found.items():
-        rates = [f"{by_way[way].tflops:.0f}" if way in by_way else comparison.NOTHING for way in NAMES]
-        gains = [
-            f"{by_way[a].tflops / by_way[b].tflops:.2f}" if a in by_way and b in by_way else comparison.NOTHING
-            for a, b in ratios
-        ]
-        result.add(str(problem.head_dim), kind(problem), str(problem.seqlen_q), *rates, *gains)
+    for problem, rates in found.items():
+        shown = [f"{rates[one]:.0f}" if one in rates else comparison.NOTHING for one in (*NAMES.values(), *peers)]
+        gains = [f"{rates[a] / rates[b]:.2f}" if a in rates and b in rates else comparison.NOTHING for a, b in ratios]
+        result.add(str(problem.head_dim), kind(problem), str(problem.seqlen_q), *shown, *gains)
     return result
 
 

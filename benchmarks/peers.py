@@ -12,10 +12,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+import fa3
 from benchmarks.problems import kind, packing, random_gradient
 from fa_common.problem import Problem
 
 GEMM = "cublas-gemm"
+
+
+def why_not_plain(problem: Problem) -> str | None:
+    """Why attention that has a causal mask, aligned top-left, and no more cannot run this problem; None if it can."""
+    if problem.varlen or problem.softcap or problem.window != (None, None):
+        return f"it has no {kind(problem)} attention"
+    if problem.causal and problem.seqlen_q != problem.seqlen_k:
+        return "its causal mask is aligned top-left, ours bottom-right"
+    return None
 
 
 class Sdpa:
@@ -28,11 +38,7 @@ class Sdpa:
         self.backend = backend
 
     def why_not(self, problem: Problem) -> str | None:
-        if problem.varlen or problem.softcap or problem.window != (None, None):
-            return f"it has no {kind(problem)} attention"
-        if problem.causal and problem.seqlen_q != problem.seqlen_k:
-            return "its causal mask is aligned top-left, ours bottom-right"
-        return None
+        return why_not_plain(problem)
 
     def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seqlen, head_dim), not copied
@@ -142,6 +148,91 @@ class Differentiated:
         return self.peer.columns(problem)
 
 
+class CudnnFp8(Package):
+    """cuDNN's FP8 attention, by the graph API of nvidia-cudnn-frontend: e4m3 tensors, quantised before the call.
+
+    Each tensor has one scale, and none is rotated. On Hopper O can only be e4m3, so a call returns O times `scale_out`.
+    """
+
+    note = "a scale for each tensor and no rotation, made before the call; out in e4m3."
+    SCALE_P = 256.0  # P is at most 1, an e4m3 number at most 448; a power of two rounds nothing
+
+    def why_not(self, problem: Problem) -> str | None:
+        return self.missing or why_not_plain(problem)
+
+    def prepare(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        cudnn, handle, quantized = self._module, self._handle, self.quantize(q, k, v)
+        one = torch.ones_like(quantized.descale_q)
+        scales = {"scale_s": one * self.SCALE_P, "descale_s": one / self.SCALE_P, "scale_o": self.scale_out(quantized)}
+        out = torch.full_like(quantized.q, torch.nan)  # an element that the kernel does not write must show
+        maxima = torch.zeros_like(one), torch.zeros_like(one)  # of P and O; nobody reads them
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph, buffers = self._graph(problem, quantized._asdict() | scales, (out, *maxima))
+        workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
+
+        def call() -> Tensor:
+            # A CUDA graph is captured on a stream of its own.
+            cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+            graph.execute(buffers, workspace, handle=handle)
+            return out
+
+        return call
+
+    @staticmethod
+    def quantize(q: Tensor, k: Tensor, v: Tensor) -> fa3.Quantized:
+        """What it attends to."""
+        return fa3.quantize(q, k, v, scales="tensor", hadamard=False)
+
+    @staticmethod
+    def scale_out(quantized: fa3.Quantized) -> Tensor:
+        """What O is multiplied with before it is rounded, (1,).
+
+        O is a mean of rows of V, which are at most 448 times their scale. Half of that is left to rounded P, whose sum
+        may be more than 1.
+        """
+        return 0.5 / quantized.descale_v
+
+    @cached_property
+    def _handle(self) -> Any:
+        return self._module.create_handle()
+
+    def _graph(
+        self, problem: Problem, inputs: dict[str, Tensor], outputs: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Any, dict[Any, Tensor]]:
+        """The graph, built, and where its tensors lie: inputs by their names there; O, the maximum of P, that of O.
+
+        Raises whatever cuDNN raises where it has no kernel for the problem.
+        """
+        cudnn = self._module
+        types = {torch.float8_e4m3fn: cudnn.data_type.FP8_E4M3, torch.float32: cudnn.data_type.FLOAT}
+
+        def layout(x: Tensor) -> tuple[list[int], list[int], Any]:
+            """Extents, strides and type; four extents even of a scale, and heads before seqlen."""
+            x = x.transpose(1, 2) if x.ndim == 4 else x[:, None, None, None]
+            return list(x.shape), list(x.stride()), types[x.dtype]
+
+        graph = cudnn.pygraph(
+            name=self.name,
+            io_data_type=cudnn.data_type.FP8_E4M3,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            handle=self._handle,
+        )
+        given = {name: graph.tensor(*layout(x), name=name) for name, x in inputs.items()}
+        O, _, max_P, max_O = graph.sdpa_fp8(
+            **given, attn_scale=problem.softmax_scale, use_causal_mask=problem.causal, generate_stats=False
+        )
+        results = (O, max_P, max_O)
+        for result, x in zip(results, outputs, strict=True):
+            extents, strides, dtype = layout(x)
+            result.set_output(True).set_dim(extents).set_stride(strides).set_data_type(dtype)
+        graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        return graph, dict(zip((*given.values(), *results), (*inputs.values(), *outputs), strict=True))
+
+    def columns(self, problem: Problem) -> dict[str, Any]:
+        return {"dtype": "float8_e4m3fn", "call": "quantized"}  # as rows of fa3 on quantised tensors
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -152,6 +243,7 @@ PEERS = {
         Package("flash-attn-3", "flash_attn_interface"),
     )
 }
+FP8_PEERS = {peer.name: peer for peer in (CudnnFp8("cudnn-fp8", "cudnn"),)}
 
 
 class Gemm:

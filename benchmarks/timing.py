@@ -2,7 +2,7 @@
 
 Every timed launch finds a cold L2 cache, as a model's next layer would. The versions of one problem take turns, a
 few launches each, over several rounds: a GPU's clock and power drift by more than the versions differ, so each must see
-the same drift. The order rotates, so that nobody always follows the hottest.
+the same drift. Who went before leaves its heat and its clock behind, so nobody follows the same one twice in a row.
 """
 
 import gc
@@ -139,12 +139,19 @@ def in_turns(timer: Timer, calls: Mapping[Name, Call], budget: Budget = Budget()
     turns = {name: _warmed_up(timer, call, budget) for name, call in calls.items()}
     names = list(turns)
     for first in range(budget.rounds):
-        for name in (names[(first + i) % len(names)] for i in range(len(names))):
+        for name in _order(names, first):
             turn = turns[name]
             times, reading = timer.burst(turn.call, turn.launches)
             turn.times += times
             turn.readings.append(reading)
     return {name: summary(turn.times, turn.readings) for name, turn in turns.items()}
+
+
+def _order(names: Sequence[Name], first: int) -> list[Name]:
+    """A round's order. Over as many rounds as there are names, if even, each follows each other one once (Williams)."""
+    last = len(names) - 1
+    zigzag = [last - i // 2 if i % 2 else i // 2 for i in range(len(names))]
+    return [names[(first + i) % len(names)] for i in zigzag]
 
 
 def _warmed_up(timer: Timer, call: Call, budget: Budget) -> _Turns:

@@ -110,21 +110,26 @@ def default_config(problem: Problem) -> Config:
     if problem.head_dim <= 64:
         if is_crowded:
             return schedule(tile_m=192, tile_n=80, stages=3)
+        steps = 1 if is_plain else 0
         if problem.causal or problem.seqlen_k <= 4096:
             # Four consumer warpgroups: the more there are, the better they hide each other's latencies. Of causal tiles
             # they have unequal shares, and taking turns makes them wait for the longest.
-            steps = 1 if is_plain else 0
             return schedule(tile_m=256, tile_n=64, stages=3, q_register_steps=steps, pingpong=not problem.causal)
         # WGMMA reads Q from shared memory for each 64 keys: on long rows wider blocks outweigh the fourth warpgroup.
-        return schedule(tile_m=192, tile_n=128, stages=3, q_register_steps=1 if is_plain else 0)
+        return schedule(tile_m=192, tile_n=128, stages=3, q_register_steps=steps, pingpong=False)
     if problem.head_dim <= 96:
         return schedule(tile_m=192, tile_n=96 if is_plain else 64, stages=2)
     if problem.head_dim <= 128:
         if is_crowded or problem.seqlen_k < 2048:
             # Short rows: few blocks each, of which 192 rows would mask more.
+            if is_plain and problem.causal:
+                return schedule(tile_m=128, tile_n=64, stages=4, q_register_steps=8)
             return schedule(tile_m=128, tile_n=128, stages=2, q_register_steps=4 if is_plain else 0)
-        # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows.
-        return schedule(tile_m=192, tile_n=80, stages=3, q_register_steps=2 if is_plain else 0)
+        # 192 rows read each K/V block from L2 a third less often, and power is what limits long rows. Half of Q in
+        # registers is read from shared memory no more; where there are none left for it, wider blocks read it less.
+        if is_plain:
+            return schedule(tile_m=192, tile_n=64, stages=4, q_register_steps=4)
+        return schedule(tile_m=192, tile_n=80, stages=3)
     tile_n = 64 if problem.head_dim > 192 else 96 if is_plain else 80
     return schedule(tile_m=128, tile_n=tile_n, stages=2)
 
@@ -162,21 +167,20 @@ def default_fp8_config(problem: Problem) -> Config:
     schedule = partial(Config, tile_n=64, stages=4, scheduler="dynamic" if is_uneven else "static", pingpong=False)
     # Q in registers where there are some left: S of 64 keys would read it from shared memory all too often.
     steps = 0 if problem.varlen or is_bounded else 4
-    # Wider blocks cost less a key, and leave no register for Q: for long rows.
-    is_wide = steps > 0 and problem.seqlen_k >= 4096
     if problem.head_dim <= 64:
         if problem.varlen:
             return schedule(tile_m=192)
-        return schedule(tile_m=192, tile_n=128, q_register_steps=steps // 2)
+        if steps and problem.causal:
+            return schedule(tile_m=256, stages=6, q_register_steps=steps // 4)  # as in 16 bits
+        return schedule(tile_m=192, tile_n=128, stages=5, q_register_steps=steps // 2)
     if problem.head_dim <= 96:
         return schedule(tile_m=192, q_register_steps=steps // 2)
     if problem.head_dim <= 128:
-        if is_wide and problem.head_dim == 128:
+        if problem.head_dim == 128 and steps and problem.seqlen_k >= 4096:
+            # Wider blocks cost less a key, and leave no register for Q: for long rows.
             return schedule(tile_m=192, tile_n=96, stages=5)
         return schedule(tile_m=128 if is_crowded else 192, q_register_steps=steps)
-    if is_wide and problem.head_dim > 192:
-        return schedule(tile_m=128, tile_n=96, stages=3)
-    return schedule(tile_m=64 if is_crowded and problem.head_dim > 192 else 128, q_register_steps=steps)
+    return schedule(tile_m=64 if is_crowded and problem.head_dim > 192 else 128, q_register_steps=steps // 2)
 
 
 def few_queries_config(problem: Problem) -> Config:

@@ -20,12 +20,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32
 from cutlass._mlir.dialects import llvm
+from cutlass.cute.arch import WARP_SIZE
 from cutlass.cute.nvgpu import warp
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from fa3.sync import WARPS_PER_WARPGROUP
 from fa_common.tiles import shared_pointer
 
-LANES, WARPS = 32, 4  # of a warpgroup
 CHUNK = 16  # bytes that a lane of ldmatrix points to
 LOW_BYTES, HIGH_BYTES = 0x6420, 0x7531  # of two registers, as prmt counts them: every other byte
 WHOLE_ATOM = 128  # bytes of a swizzled row, at most
@@ -89,7 +90,7 @@ def load_bytes(s: cute.Tensor, r: cute.Tensor, num_steps: int, thread: Int32) ->
     steps = cute.recast_tensor(cute.make_tensor(r.iterator, cute.make_layout((CHUNK, num_steps))), Uint16)
     columns, rows = atom_bytes(cute.size(s, mode=[1])), cute.size(s, mode=[0])
     # Lanes 0 to 15 point to the 16 rows of their warp, at a step's first 16 bytes, and the others at its last 16.
-    row, half = thread // LANES * 16 + thread % 16, thread % LANES // 16
+    row, half = thread // WARP_SIZE * 16 + thread % 16, thread % WARP_SIZE // 16
     address = chunk_address(s.iterator.toint(), row, half, columns)
     for step in range(num_steps):
         panel, first = divmod(2 * CHUNK * step, columns)
@@ -114,21 +115,21 @@ class Transposition:
 
     @staticmethod
     def of(tile_n: int, width: int, thread: Int32) -> "Transposition":
-        lane, warp_index = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
+        lane, warp_index = thread % WARP_SIZE, cute.arch.make_warp_uniform(thread // WARP_SIZE)
         columns, keys_of_slab = atom_bytes(width), atom_bytes(tile_n)
         # A warp has 32 keys of a slab and, with fewer than 128 of them, a part of the columns, 16 at a time.
-        key_groups = keys_of_slab // LANES
-        num_pieces = columns // CHUNK * key_groups // WARPS
+        key_groups = keys_of_slab // WARP_SIZE
+        num_pieces = columns // CHUNK * key_groups // WARPS_PER_WARPGROUP
         assert num_pieces, "some warps would have nothing of a panel"
         keys, first_piece = warp_index % key_groups, warp_index // key_groups * num_pieces
         # To ldmatrix lane l points to key l of 32; to stmatrix, to a row of V^T and to 16 of the keys. The second four
         # of a matrix's rows are odd where the first are even: so all eight lie in banks of their own.
         matrix, is_second = lane // 8, lane // 4 % 2
         row = first_piece * CHUNK + 2 * (lane % 8) + (matrix % 2 ^ is_second)
-        swaps = lane >= LANES // 2  # it holds columns of such a row
+        swaps = lane >= WARP_SIZE // 2  # it holds columns of such a row
         low, high = Uint32(LOW_BYTES), Uint32(HIGH_BYTES)
         return Transposition(
-            chunk_address(Int32(0), keys * LANES + lane, first_piece, columns),
+            chunk_address(Int32(0), keys * WARP_SIZE + lane, first_piece, columns),
             chunk_address(Int32(0), row, keys * 2 + matrix // 2, keys_of_slab),
             cutlass.select_(swaps, high, low),
             cutlass.select_(swaps, low, high),
@@ -143,7 +144,9 @@ class Transposition:
         store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), Uint16)
         columns, keys_of_slab = atom_bytes(self.width), atom_bytes(self.tile_n)
         num_panels, num_slabs = self.width // columns, self.tile_n // keys_of_slab
-        num_pieces = columns // CHUNK * (keys_of_slab // LANES) // WARPS  # of a panel and slab, that a warp has
+        num_pieces = (
+            columns // CHUNK * (keys_of_slab // WARP_SIZE) // WARPS_PER_WARPGROUP
+        )  # of a panel and slab, that a warp has
         held = num_panels if num_slabs > 1 else 1  # panels at a time
         for first_panel in cutlass.range_constexpr(0, num_panels, held):
             places = [(first_panel + panel, slab) for panel in range(held) for slab in range(num_slabs)]

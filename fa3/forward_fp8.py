@@ -5,7 +5,8 @@ changed since forward.py
   - The producer is a whole warpgroup: one warp starts TMA's copies, and all four turn V around (e4m3.py).
   - Scores are multiplied by the scales of Q and K. V's scale is a bias of the scores: a P so much larger weighs V's
     numbers as they are, so that O adds up across blocks of different scales at no cost (softmax.py).
-  - A row's largest P is raised to 2^4, and may grow to 2^8, the upper end of e4m3.
+  - A row's largest P is raised to 2^3 or 2^4, by the width of a block, and no sum of a thread's P of a row may pass
+    448, the largest e4m3 number: so no P does.
 unchanged
   - The schedule: the loop, the barriers, ping-pong, overlap, the schedulers.
 
@@ -22,6 +23,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, const_expr
+from cutlass.cute.arch import WARP_SIZE
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from fa3.config import KV_BLOCK, Q_BLOCK
@@ -35,7 +37,6 @@ from fa_common.compile import KernelKey
 from fa_common.tiles import DTYPES, KeyBlocks, fake_lengths, fake_rows, fake_sequences
 
 PART = 32  # keys that share a scale whatever the tile
-LANES = 32
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Descales:
 
     def load(self, n_block: Int32) -> None:
         """Of the 32 blocks, n_block among them, that begin at a multiple of 32."""
-        for i, block in enumerate(self.blocks_of(n_block // LANES * LANES + cute.arch.lane_idx())):
+        for i, block in enumerate(self.blocks_of(n_block // WARP_SIZE * WARP_SIZE + cute.arch.lane_idx())):
             block = cutlass.min(block, self.last_block)
             self.held[0, i] = self.factor * self.k[block]
             self.held[1, i] = cute.math.log2(self.v[block], fastmath=True)
@@ -70,10 +71,10 @@ class Descales:
     @cute.jit
     def of(self, n_block: Int32) -> list[list[Float32]]:
         """(factor, bias) of a block's first key, and of its last. Blocks come from the last to the first."""
-        if n_block % LANES == LANES - 1:
+        if n_block % WARP_SIZE == WARP_SIZE - 1:
             self.load(n_block)
         kinds, blocks = (range(size) for size in self.held.shape)
-        return [[cute.arch.shuffle_sync(self.held[kind, i], n_block % LANES) for kind in kinds] for i in blocks]
+        return [[cute.arch.shuffle_sync(self.held[kind, i], n_block % WARP_SIZE) for kind in kinds] for i in blocks]
 
     def part_is_behind(self, n_block: Int32, part: int) -> Boolean:
         """Whether a part of a block lies in the second of two blocks with a scale."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fa3 import algorithm, fp8_launch
 from fa3.config import FP8_CAPABILITIES, KV_BLOCK, Q_BLOCK, Config, check_fp8_config, default_fp8_config
-from fa_common.generation import Prepared, describe_sequences, needs_grad, readable
+from fa_common.generation import Prepared, describe_packed, describe_sequences, needs_grad, readable
 from fa_common.operators import NUM_DENSE_ARGUMENTS, SCHEMA, Arguments, from_operator, to_operator
 from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
 
@@ -112,7 +112,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of e4m3 tensors; `arguments` are those of fa_common.operators.Arguments, in its order."""
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    if needs_grad(q, k, v):
+    if needs_grad(q, k, v) or _want_gradient(descales):
         _check_types(q, k, v)
         _refuse_gradient("fp8 attention")
     if torch.compiler.is_compiling():
@@ -225,9 +225,7 @@ def _forward(
     try:
         described = arguments
         if len(arguments) > NUM_DENSE_ARGUMENTS:
-            sequences = arguments[NUM_DENSE_ARGUMENTS:]
-            cu_seqlens_q, cu_seqlens_k = sequences[:2]
-            described = (*arguments[:NUM_DENSE_ARGUMENTS], describe_sequences(*sequences))
+            described, cu_seqlens_q, cu_seqlens_k = describe_packed(arguments)
         # The kernel holds the shapes of the scales against nothing.
         scales = [None if x is None else (x.shape, x.get_device()) for x in descales]
         key = (_layout(q, k, v), *scales, described, out_dtype)
@@ -386,8 +384,13 @@ def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def _want_gradient(descales: Descales) -> bool:
+    """Whether autograd wants a gradient of a scale."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in descales)
+
+
 def _refuse_gradient(what: str) -> None:
-    raise UnsupportedProblem(f"{what} has no gradient: call under torch.no_grad(), or detach() q, k and v")
+    raise UnsupportedProblem(f"{what} has no gradient: call under torch.no_grad(), or detach() what it is given")
 
 
 def _check_call(q: Tensor, k: Tensor, v: Tensor, arguments: tuple, out_dtype: torch.dtype) -> None:

@@ -22,13 +22,13 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.arch import WARP_SIZE
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from fa_common.compile import KernelKey
 from fa_common.tiles import DTYPES, fake_rows, fake_sequences
 
 NUM_THREADS = 128
-LANES = 32
 MAX_SPLITS = 128
 VECTOR = 4  # fp32 in 16 bytes
 NUM_AHEAD = 8  # splits of a group in flight at once: at head_dim 128, 32 in all
@@ -113,18 +113,18 @@ class Merge:
         """(weights, LSE): this lane's are those of splits lane, lane + 32, ..., no split's being 0. For whole warps."""
         batch, query, head = row.place
         lane = cute.arch.lane_idx()
-        lses = cute.make_rmem_tensor(MAX_SPLITS // LANES, Float32)
-        for i in cutlass.range_constexpr(MAX_SPLITS // LANES):
+        lses = cute.make_rmem_tensor(MAX_SPLITS // WARP_SIZE, Float32)
+        for i in cutlass.range_constexpr(MAX_SPLITS // WARP_SIZE):
             lses[i] = -Float32.inf
-            if lane + i * LANES < row.num_splits:
-                lses[i] = mLSE_split[lane + i * LANES, batch, head, query]
+            if lane + i * WARP_SIZE < row.num_splits:
+                lses[i] = mLSE_split[lane + i * WARP_SIZE, batch, head, query]
         row_max = cute.arch.warp_reduction_max(lses.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
         # A row without keys: -inf - 0 is -inf, where -inf - -inf would be NaN.
         row_max = Float32(0.0) if row_max == -Float32.inf else row_max
         shares = cute.math.exp2((lses.load() - row_max) * math.log2(math.e), fastmath=True)
         row_sum = cute.arch.warp_reduction_sum(shares.reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
         lse = row_max + cute.math.log2(row_sum, fastmath=True) * math.log(2)
-        weights = cute.make_rmem_tensor(MAX_SPLITS // LANES, Float32)
+        weights = cute.make_rmem_tensor(MAX_SPLITS // WARP_SIZE, Float32)
         # A row with keys has a row_sum of at least its largest share, 1.
         weights.store(shares * cute.arch.rcp_approx(cute.arch.fmax(row_sum, Float32(1.0))))
         return weights, lse
@@ -146,7 +146,7 @@ class Merge:
         for i in cutlass.range_constexpr(self.num_ahead):
             # num_groups divides 32, so the group's own number never leads to another register.
             split = (first + i) * self.num_groups
-            weight = cute.arch.shuffle_sync(weights[split // LANES], split % LANES + row.group)
+            weight = cute.arch.shuffle_sync(weights[split // WARP_SIZE], split % WARP_SIZE + row.group)
             for c in cutlass.range_constexpr(VECTOR):
                 O[c] = O[c] + weight * O_split[c, i]
 

@@ -55,6 +55,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float8E4M3FN, Float32, Int32, Uint16, Uint32, const_expr
+from cutlass.cute.arch import WARP_SIZE
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
@@ -69,7 +70,7 @@ PIECE = 16  # columns: 16 bytes of e4m3
 PIECES_OF_THREAD = 4  # half as many where that makes no whole warps
 MAX_HEAD_DIM_OF_CTA = 128  # beyond, two CTAs share a tile
 REGISTERS = {4: 80, 2: 64}  # a thread's, by its pieces; fp32 takes 16 more
-LANES, SM_QUARTERS, QUARTER_REGISTERS = 32, 4, 16_384  # a warp's registers are all in one quarter of an SM
+SM_QUARTERS, QUARTER_REGISTERS = 4, 16_384  # a warp's registers are all in one quarter of an SM
 SHARED_MEMORY_PERCENT = 12  # of 228 KiB: 24 CTAs' 1 KiB, at head_dim 16, their signs and maxima
 INPUT_DTYPES = DTYPES | {"float32": Float32}
 SIGN_WORDS = {16: Uint16, 32: Uint32}
@@ -169,10 +170,10 @@ class Quantize:
         self.num_halves = 2 // self.ctas_of_tile  # of a tile that a CTA has
         pieces = self.num_halves * HALF * self.num_pieces  # the CTA's
         pieces_of_thread = PIECES_OF_THREAD
-        if pieces % (pieces_of_thread * LANES):
+        if pieces % (pieces_of_thread * WARP_SIZE):
             pieces_of_thread //= 2
         self.num_threads = pieces // pieces_of_thread
-        self.num_warps = self.num_threads // LANES
+        self.num_warps = self.num_threads // WARP_SIZE
         # A thread's pieces of one row: with rotation all of a half that are in one run of the transform.
         most = pieces_of_thread // self.num_halves
         self.pieces_of_row = min(most, self.transform // PIECE) if self.hadamard else 1
@@ -181,7 +182,7 @@ class Quantize:
         self.threads_of_row = self.num_pieces // self.pieces_of_row
         self.lanes = self.transform // PIECE // self.pieces_of_row  # that have a run of the transform
         registers = REGISTERS[pieces_of_thread] + (16 if self.dtype.width == 32 else 0)
-        self.ctas_of_sm = QUARTER_REGISTERS // (registers * LANES) * SM_QUARTERS // self.num_warps
+        self.ctas_of_sm = QUARTER_REGISTERS // (registers * WARP_SIZE) * SM_QUARTERS // self.num_warps
 
     @cute.jit
     def __call__(

@@ -24,12 +24,12 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
+from cutlass.cute.arch import WARP_SIZE
 
 from fa3.config import Config
 from fa_common.tiles import KeyBlocks, visible_blocks
 
 SECTION_BYTES = 24 * 2**20  # of K and V: half of the H200's 50 MB L2, since Q and O pass through it too
-LANES = 32
 NUM_PLACES = 2  # of the ring of tile numbers
 NO_TILE = -1  # the number after the last
 
@@ -197,7 +197,7 @@ class Scheduler:
         """All tiles of all sequences: each lane counts every 32nd sequence."""
         num_tiles = Int32(0)
         lane = cute.arch.lane_idx()
-        for first in cutlass.range(0, self.sizes.batch, LANES, unroll=1):
+        for first in cutlass.range(0, self.sizes.batch, WARP_SIZE, unroll=1):
             num_tiles += self.tiles_of(first + lane)
         return cute.arch.warp_reduction_sum(num_tiles)
 
@@ -208,12 +208,12 @@ class Scheduler:
         first, before = Int32(0), Int32(0)  # of the sequences in question; tiles before theirs
         count = self.tiles_of(first + lane)
         up_to = self.sum_up_to_lane(count)
-        together = cute.arch.shuffle_sync(up_to, LANES - 1)
+        together = cute.arch.shuffle_sync(up_to, WARP_SIZE - 1)
         while before + together <= number:
-            first, before = first + LANES, before + together
+            first, before = first + WARP_SIZE, before + together
             count = self.tiles_of(first + lane)
             up_to = self.sum_up_to_lane(count)
-            together = cute.arch.shuffle_sync(up_to, LANES - 1)
+            together = cute.arch.shuffle_sync(up_to, WARP_SIZE - 1)
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + up_to <= number))
         return first + passed, number - before - cute.arch.shuffle_sync(up_to - count, passed)
 
@@ -272,7 +272,7 @@ class TileRing:
         pipe = pipeline.PipelineAsync.create(
             barrier_storage=storage.ring_barriers.data_ptr(),
             num_stages=NUM_PLACES,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, LANES),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARP_SIZE),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, num_consumer_threads),
             defer_sync=True,
         )

@@ -5,6 +5,9 @@ changed since fa2
   - Lazy rescale, FA4's idea: a row keeps an old maximum until a score exceeds it by a factor of 2^RISE. P then lies in
     (0, 2^RISE] instead of (0, 1], which changes neither its relative rounding nor, after the division, O; and almost
     every block gets by without exchanging maxima between lanes and without touching O.
+  - Optimistic exponentials, an idea of ours: a block that every query sees is exponentiated under the shifts at hand,
+    before its maxima are known. The sums of P, needed anyway, tell whether a shift was too low; P, O and the sums are
+    then lowered.
 unchanged
   - base 2, un-normalised O, one row maximum and one row sum per row; a row lives in four lanes.
 """
@@ -137,7 +140,7 @@ class OnlineSoftmax:
     def lower(self, acc_S: cute.Tensor, sums: cute.Tensor, scores_again: cutlass.Constexpr) -> cute.Tensor:
         """Makes P that has outgrown the limit that of a higher shift; returns what O must be multiplied by, (rows,).
 
-        Where one is infinite (its score was more than 2^127 above all before), `scores_again()` brings S back.
+        Where a sum is LOST (some score was about 100 above all before, in base 2), `scores_again()` brings S back.
         """
         S = parts(acc_S, self.scales)
         num_rows = cute.size(self.shift)

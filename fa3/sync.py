@@ -7,13 +7,13 @@ from enum import IntEnum
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, const_expr
+from cutlass.cute.arch import WARP_SIZE
 
 from fa3.config import Config
 from fa3.scheduler import TileRing
 
 THREADS_PER_WARPGROUP = 128
 WARPS_PER_WARPGROUP = 4
-WARP = 32  # threads
 PRODUCER_WARP = 0  # of warpgroup 0; the other three warps of the producer warpgroup only give up registers
 
 
@@ -143,7 +143,7 @@ class Pipes:
         if dtype.width == 8:
             pipe_v = TransposedPipe.of(pipe_v, storage.transposed_barriers, config.stages)
             # The producer's other three warps hear the numbers that the loading one draws.
-            num_listeners += THREADS_PER_WARPGROUP - WARP
+            num_listeners += THREADS_PER_WARPGROUP - WARP_SIZE
         pipes = Pipes(
             q=of_tma(storage.q_barriers, layout_Q, num_consumers, THREADS_PER_WARPGROUP, 1),
             k=of_blocks(storage.k_barriers, layout_K, config.stages, num_threads, cluster_size),

@@ -338,9 +338,7 @@ class Generation:
         try:
             described = arguments
             if len(arguments) > NUM_DENSE_ARGUMENTS:
-                sequences = arguments[NUM_DENSE_ARGUMENTS:]
-                cu_seqlens_q, cu_seqlens_k = sequences[:2]
-                described = (*arguments[:NUM_DENSE_ARGUMENTS], describe_sequences(*sequences))
+                described, cu_seqlens_q, cu_seqlens_k = describe_packed(arguments)
             if out is not None or lse is not None:
                 outputs = (out is None or (out.stride(), out.get_device()), lse is None or (lse.get_device(),))
             # What the choices depend on, and what a kernel does not check: a stride that no element uses, and that all
@@ -468,6 +466,12 @@ class Generation:
 
 
 # ---- Tensors
+
+
+def describe_packed(arguments: tuple) -> tuple[tuple, Tensor, Tensor]:
+    """What a prepared run of these arguments depends on, and their cu_seqlens, which are new in each call."""
+    sequences = arguments[NUM_DENSE_ARGUMENTS:]
+    return (*arguments[:NUM_DENSE_ARGUMENTS], describe_sequences(*sequences)), *sequences[:2]
 
 
 def describe_sequences(

@@ -1,5 +1,5 @@
 """Every kernel that a user gets by default compiles for sm_90a, spills nothing, and holds the instructions that its
-generation stands for; so does FA3's with each of its switches turned. Needs no GPU."""
+generation stands for; so does FA3's with each of its switches turned, and any two of them. Needs no GPU."""
 
 import importlib
 from dataclasses import replace
@@ -12,7 +12,8 @@ from fa3.config import Config
 from fa_common.compile import KernelKey
 from fa_common.problem import Problem
 from fa_common.report import SHARED_MEMORY_LIMIT, KernelReport, report
-from fa_common.switches import ladder, switches, without
+from fa_common.switches import label, ladder, switches, without
+from tests.switch_pairs import covering
 
 VERSIONS = ("fa1", "fa2", "fa3")
 AMPERE = {"HMMA", "LDGSTS", "LDSM"}  # mma.sync, cp.async, ldmatrix
@@ -161,3 +162,9 @@ def test_default_backward_kernel(key: KernelKey):
 @pytest.mark.parametrize("key", turned())
 def test_kernel_with_a_switch_turned(key: KernelKey):
     check(key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", covering(BASE), ids=label)
+def test_kernel_with_any_two_switches(config: Config):
+    check(KernelKey("fa3", "forward", "bfloat16", 64, True, config))

@@ -1,13 +1,17 @@
 """Measurements that nobody measured: rows, problems small enough for a CPU, and a timer that only pretends."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import compare
-from benchmarks.peers import GEMM, Gemm
+from benchmarks.peers import FP8_PEERS, GEMM, CudnnFp8, Gemm
 from benchmarks.problems import problem_columns
 from benchmarks.rows import Row, source_sha
 from benchmarks.telemetry import Reading
@@ -46,6 +50,76 @@ class FakeTimer:
 class SmallGemm(Gemm):
     SIZE = 16
     FLOPS = 2 * SIZE**3
+
+
+class Described:
+    """A tensor of a cuDNN graph."""
+
+    def __init__(self, dim=None, stride=None, data_type=None, name=""):
+        self.dim, self.stride, self.data_type, self.name, self.output = dim, stride, data_type, name, False
+
+    def __getattr__(self, setter: str) -> Callable[[Any], "Described"]:
+        field = setter.removeprefix("set_")
+        if field == setter or field not in vars(self):
+            raise AttributeError(setter)
+        return lambda value: (setattr(self, field, value), self)[1]
+
+
+class FakeCudnnGraph:
+    """Attention in FP8 as cuDNN's graph describes it, of what it is told of its tensors and of nothing else."""
+
+    def __init__(self, **context):
+        self.context, self.is_built = context, False
+
+    def tensor(self, dim, stride, data_type, name):
+        return Described(dim, stride, data_type, name)
+
+    def sdpa_fp8(self, **arguments):
+        self.arguments, self.results = arguments, tuple(Described() for _ in range(3))
+        O, max_P, max_O = self.results
+        return O, None, max_P, max_O
+
+    def build(self, modes):
+        self.is_built = True
+
+    def get_workspace_size(self):
+        return 0
+
+    def execute(self, buffers, workspace, handle):
+        assert self.is_built
+        assert handle.stream == torch.cuda.current_stream().cuda_stream
+
+        def view(described: Described) -> Tensor:
+            return buffers[described].as_strided(described.dim, described.stride)
+
+        given = {name: view(x).float() for name, x in self.arguments.items() if isinstance(x, Described)}
+        q, k, v = (given[name] * given[f"descale_{name}"] for name in "qkv")
+        S = self.arguments["attn_scale"] * q @ k.mT
+        if self.arguments["use_causal_mask"]:
+            S = S.masked_fill(torch.ones_like(S).triu(1).bool(), -torch.inf)
+        P = (torch.softmax(S, -1) * given["scale_s"]).to(torch.float8_e4m3fn).float() * given["descale_s"]
+        O = self.results[0]
+        assert O.output
+        view(O).copy_((P @ v * given["scale_o"]).to(torch.float8_e4m3fn))
+
+
+@pytest.fixture
+def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """nvidia-cudnn-frontend on the CPU, installed; `graphs` holds those that were made, `stream` is torch's current."""
+    stream = SimpleNamespace(cuda_stream=1)
+    module = SimpleNamespace(
+        data_type=SimpleNamespace(FP8_E4M3="e4m3", FLOAT="fp32"),
+        heur_mode=SimpleNamespace(A="A", FALLBACK="FALLBACK"),
+        create_handle=lambda: SimpleNamespace(stream=0),
+        set_stream=lambda handle, stream: setattr(handle, "stream", stream),
+        pygraph=lambda **context: module.graphs.append(FakeCudnnGraph(**context)) or module.graphs[-1],
+        graphs=[],
+        stream=stream,
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.setitem(FP8_PEERS, "cudnn-fp8", CudnnFp8("cudnn-fp8", "cudnn"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return module
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import benchmarks.compare
 import benchmarks.without_gpu
 import fa3
 from benchmarks import comparison, fp8, report, rows
 from benchmarks.__main__ import app
-from benchmarks.correctness import QUANTIZED_LIMIT, QUANTIZING_LIMIT, limit
+from benchmarks.correctness import QUANTIZED_LIMIT, QUANTIZED_OUT_LIMIT, QUANTIZING_LIMIT, limit
 from benchmarks.fp8 import NAMES, QUANTIZED, WITH_QUANTIZATION, OnQuantized
-from benchmarks.peers import GEMM
+from benchmarks.peers import FP8_PEERS, GEMM, PEERS, CudnnFp8
 from benchmarks.problems import grid
 from benchmarks.timing import Budget
 from fa3.config import default_fp8_config
@@ -23,16 +24,17 @@ from fa_common.problem import Problem
 from fa_common.switches import label
 
 RATES = {None: 700.0, QUANTIZED: 1050.0, WITH_QUANTIZATION: 840.0}
+PEER = "cudnn-fp8"
 
 
 def console() -> Console:
     return Console(file=StringIO(), width=200)
 
 
-def measure(problems, versions, tmp_path) -> tuple[int, list[rows.Row], str]:
+def measure(problems, versions, tmp_path, peers=()) -> tuple[int, list[rows.Row], str]:
     """The command's status, its rows and what it printed."""
     output = console()
-    status = fp8.measure(problems, versions, Budget(rounds=1), tmp_path, output)
+    status = fp8.measure(problems, versions, Budget(rounds=1), tmp_path, output, peers)
     return status, list(rows.read(tmp_path / "h200" / "fp8.jsonl")), output.file.getvalue()
 
 
@@ -90,6 +92,62 @@ def test_a_wrong_scale_gets_no_row(cpu_problem, monkeypatch, tmp_path):
     assert "fa3 fp8 is missing in every problem: wrong: relative error" in text
 
 
+@pytest.mark.usefixtures("pretend_gpu", "fake_cudnn")
+def test_a_peer_takes_its_turn(cpu_problem, tmp_path):
+    status, kept, text = measure([cpu_problem(64), cpu_problem(128, causal=True)], ["fa3"], tmp_path, [PEER])
+    assert status == 0, text
+    assert [row.version for row in kept] == 2 * [GEMM, "fa3", "fa3", "fa3", PEER]
+    for row in kept[4::5]:
+        assert (row.dtype, row.call, row.config, row.source_sha) == (fp8.DTYPE, QUANTIZED, None, None)
+        assert 0 < row.rel_err < QUANTIZED_OUT_LIMIT
+    assert kept[9].tflops == kept[7].tflops, "as many FLOPs as fa3's"
+    assert "fp8 0  with quantization 0  cudnn-fp8 0 TFLOP/s" in text
+    assert "fp8 / best peer" in text
+    assert "cudnn-fp8: a scale for each tensor" in text
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+def test_a_peer_that_is_missing_is_left_out_with_the_reason(cpu_problem, monkeypatch, tmp_path):
+    monkeypatch.setitem(FP8_PEERS, PEER, CudnnFp8(PEER, "cudnn_that_nobody_has"))
+    status, kept, text = measure([cpu_problem(64)], ["fa3"], tmp_path, [PEER])
+    assert status == 0
+    assert [row.version for row in kept] == [GEMM, "fa3", "fa3", "fa3"]
+    assert "cudnn-fp8 is missing in every problem: `import cudnn_that_nobody_has` fails" in text
+    assert "best peer" not in text
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("build", "RuntimeError: no kernel for this head_dim"),
+        ("execute", "RuntimeError: no kernel for this head_dim"),
+        ("nothing", "wrong: relative error nan"),
+    ],
+)
+def test_a_peer_that_fails_costs_the_others_nothing(
+    cpu_problem, fake_cudnn, monkeypatch, tmp_path, broken: str, reason: str
+):
+    def fail(*arguments, **options):
+        raise RuntimeError("no kernel for this head_dim")
+
+    make = fake_cudnn.pygraph
+
+    def make_broken(**context):
+        graph = make(**context)
+        if broken == "nothing":
+            graph.execute = lambda *arguments, **options: None
+        else:
+            setattr(graph, broken, fail)
+        return graph
+
+    monkeypatch.setattr(fake_cudnn, "pygraph", make_broken)
+    status, kept, text = measure([cpu_problem(64)], ["fa3"], tmp_path, [PEER])
+    assert status == 0, "none of ours failed"
+    assert [row.version for row in kept] == [GEMM, "fa3", "fa3", "fa3"]
+    assert f"cudnn-fp8 is missing in every problem: {reason}" in text
+
+
 def test_which_kernel_runs():
     problem = Problem(1, 4096, 4096, 8, 8, 128, causal=True)
     bf16, on_quantized, quantizing = fp8.contenders(["fa3"])
@@ -140,6 +198,26 @@ def test_what_was_not_measured_is_a_dash_and_missing(complete):
     assert len(fp8.missing(without_bf16)) == len(grid())
 
 
+def test_a_measured_peer_has_a_column_and_a_ratio(complete, make_row):
+    others = grid()[1:]
+    for problem in others:
+        row = make_row(PEER, problem=problem, suite="fp8", call=QUANTIZED, dtype=fp8.DTYPE, tflops=1000.0)
+        rows.append(row, complete / "results")
+    run = frame(complete)
+    assert fp8.missing(run) == []
+    table = fp8.table(run)
+    assert table.columns[3:7] == ["bf16", "fp8", "with quantization", PEER]
+    assert table.columns[-1] == "fp8 / best peer"
+    assert table.notes[-1].startswith("cudnn-fp8: a scale for each tensor")
+    assert table.rows[0][3:] == ("700", "1050", "840", "-", "1.50", "1.25", "1.20", "-")
+    assert {line[3:] for line in table.rows[1:]} == {("700", "1050", "840", "1000", "1.50", "1.25", "1.20", "1.05")}
+
+    page = complete / "page.md"
+    page.write_text("<!-- generated: fp8 -->\n<!-- end -->\n")
+    report.regenerate([page], complete / "results", complete)
+    assert "| 128 | causal | 16384 | 700 | 1050 | 840 | 1000 | 1.50 | 1.25 | 1.20 | 1.05 |" in page.read_text()
+
+
 def test_rows_of_other_code_are_marked(complete):
     run = frame(complete).assign(source_sha="0" * 64)
     assert fp8.table(run).title == "Forward in FP8, fa3†, TFLOP/s"
@@ -163,8 +241,30 @@ def test_without_a_gpu_it_shows_errors_and_kernels(no_hopper, monkeypatch, clean
 
 
 @pytest.mark.parametrize(
+    ("arguments", "peers"),
+    [
+        (["--dtype", "float8_e4m3fn"], tuple(FP8_PEERS)),
+        (["--dtype", "float8_e4m3fn", "--peers", PEER], (PEER,)),
+        (["--dtype", "float8_e4m3fn", "--peers", ""], ()),
+        ([], tuple(PEERS)),
+        (["--peers", "cudnn"], ("cudnn",)),
+    ],
+)
+def test_the_peers_are_those_of_the_dtype(monkeypatch, arguments: list[str], peers: tuple[str, ...]):
+    called = {}
+    monkeypatch.setattr("benchmarks.machine.why_no_hopper", lambda: None)
+    monkeypatch.setattr(fp8, "measure", lambda *given: called.update(peers=given[-1]) or 0)
+    monkeypatch.setattr(benchmarks.compare, "compare", lambda problems, who, *given: called.update(peers=who[3:]) or 0)
+    result = CliRunner().invoke(app, ["compare", *arguments])
+    assert result.exit_code == 0, result.output
+    assert tuple(called["peers"]) == peers
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--dtype", "float8_e4m3fn", "--peers", "cudnn"], "cudnn: the peers in this dtype are cudnn-fp8"),
+        (["--peers", PEER], "cudnn-fp8: the peers in this dtype are torch-fa2, cudnn"),
         (["--dtype", "float8_e4m3fn,bfloat16"], "compared alone"),
         (["--dtype", "float8_e4m3fn", "--pass", "bwd"], "only its forward"),
         (["--dtype", "float8_e4m3fn", "--head-dim", "72"], "72: head_dims of FP8 are multiples of 16"),

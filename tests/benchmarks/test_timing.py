@@ -20,12 +20,24 @@ def test_summary_of_a_single_time():
     assert timing.sm_clock_mhz is None
 
 
-def test_versions_take_turns_and_the_first_one_rotates(fake_timer):
-    calls = {name: lambda name=name: name for name in ("a", "b", "c")}
+def orders_of(fake_timer, names: str, rounds: int) -> list[list[str]]:
+    """In which the calls of these names take turns, round by round."""
     timer = fake_timer(lambda call: 100.0)  # one launch is warm-up enough
-    in_turns(timer, calls, Budget(rounds=3))
-    order = [call() for call, _ in timer.bursts]
-    assert order == list("abc") + list("abc") + list("bca") + list("cab")
+    in_turns(timer, {name: lambda name=name: name for name in names}, Budget(rounds=rounds))
+    order = [call() for call, _ in timer.bursts[len(names) :]]
+    return [order[i : i + len(names)] for i in range(0, len(order), len(names))]
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcdef", "abcdefg"])
+def test_versions_take_turns_and_each_goes_first(fake_timer, names):
+    orders = orders_of(fake_timer, names, rounds=len(names))
+    assert [sorted(order) for order in orders] == [list(names)] * len(names)
+    assert [order[0] for order in orders] == list(names)
+
+
+def test_nobody_follows_the_same_one_twice(fake_timer):
+    pairs = [pair for order in orders_of(fake_timer, "abcdef", rounds=6) for pair in pairwise(order)]
+    assert len(pairs) == len(set(pairs)) == 6 * 5
 
 
 def test_each_call_keeps_its_own_times(fake_timer):

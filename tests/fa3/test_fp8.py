@@ -598,7 +598,7 @@ def test_sixteen_bits_have_no_scales(name):
         fa3.flash_attn_func(*tensors(5, 7, dtype=torch.bfloat16), **{name: value})
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "descale_q", "descale_v"])
 def test_a_gradient_is_refused(name):
     """FA#1711."""
     given = quantized_tensors()

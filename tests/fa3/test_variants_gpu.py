@@ -14,7 +14,8 @@ from torch import Tensor
 import fa3
 from fa3.config import SCHEDULERS, Config, default_config
 from fa_common.problem import Problem
-from fa_common.switches import ladder, switches, without
+from fa_common.switches import label, ladder, switches, without
+from tests.switch_pairs import covering
 from tests.test_forward_gpu import (
     CANARY,
     Expected,
@@ -93,6 +94,11 @@ def shapes_for(config: Config) -> list[Shape]:
 )
 def test_each_switch_turned_alone(head_dim, causal, config):
     hold(shapes_for(config), head_dim, config, causal=causal)
+
+
+@pytest.mark.parametrize("config", covering(Config(tile_m=128, tile_n=64)), ids=label)
+def test_any_two_switches(config):
+    hold(shapes_for(config), 64, config, causal=True)
 
 
 @configs(dict(ladder(BASES[128])))

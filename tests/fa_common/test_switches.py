@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_common.switches import check, label, ladder, switch, switches, without
+from tests.switch_pairs import covering, legal, pairs_of
 
 
 @dataclass(frozen=True)
@@ -127,3 +128,12 @@ def test_any_legal_config_is_reached_by_its_ladder_and_told_by_its_label(names):
     assert ladder(config)[-1][1] == config
     others = [Toy(**dict.fromkeys(NAMES, False)), Toy(), *(without(config, name) for name in NAMES)]
     assert all((label(other) == label(config)) == (other == config) for other in others)
+
+
+def test_few_configs_hold_each_two_switches_in_every_legal_pair_of_positions():
+    # loads, roles and turns stand on one another: 000, 100, 110 or 111.
+    assert len(set(legal(Toy(tile=32)))) == 4 * 2 * 2
+    chosen = covering(Toy(tile=32))
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, legal(Toy())))
+    assert len(chosen) < 8
+    assert all(config.tile == 32 for config in chosen)
