@@ -352,7 +352,29 @@ class Work:
         return self.facts.config.pack_gqa
 
     def key_blocks(self, tile: Tile, first_row: Int32, num_rows: int) -> KeyBlocks:
-        """The key blocks that rows of a tile see; of a split, its share of them."""
+        """The key blocks that rows of a tile see; of a split those in its share, one at least, if only to mask it."""
+        blocks = self.seen_blocks(tile, first_row, num_rows)
+        if not self.facts.splits:
+            return blocks
+        # The share is the tile's, lest its warpgroups, which see different blocks, take different shares of them.
+        share_begin, share_end = self.share_of(self.seen_blocks(tile, *self.rows_of(tile)), tile)
+        is_before, is_behind = blocks.end <= share_begin, blocks.begin >= share_end
+        begin = cutlass.select_(is_behind, share_end - 1, cutlass.max(blocks.begin, share_begin))
+        end = cutlass.select_(is_before, share_begin + 1, cutlass.min(blocks.end, share_end))
+        full_begin = cutlass.min(cutlass.max(blocks.full_begin, begin), end)
+        return KeyBlocks(begin, full_begin, cutlass.max(cutlass.min(blocks.full_end, end), full_begin), end)
+
+    def all_key_blocks(self, tile: Tile) -> KeyBlocks:
+        """Those that some row of the tile sees; of both tiles in a cluster, whose CTAs load a part of each block."""
+        return self.key_blocks(tile, *self.rows_of(tile))
+
+    def rows_of(self, tile: Tile) -> tuple[Int32, int]:
+        """The first of a tile's rows and how many they are, in a cluster both tiles'."""
+        rows = self.facts.config.tile_m * self.facts.cluster_size
+        return tile.m_block // self.facts.cluster_size * rows, rows
+
+    def seen_blocks(self, tile: Tile, first_row: Int32, num_rows: int) -> KeyBlocks:
+        """The key blocks that rows of a tile see, of all splits."""
         queries = (first_row, num_rows)
         if self.packs:
             first = first_row // self.group
@@ -365,22 +387,16 @@ class Work:
             last_key = cutlass.max(queries[0] + right + tile.seqlen_k - tile.seqlen_q, 0)
             full_end = cutlass.min(blocks.full_end, last_key // tile_n)
             blocks = replace(blocks, full_end=cutlass.max(full_end, blocks.full_begin))
-        return self.share_of(blocks, tile) if self.facts.splits else blocks
+        return blocks
 
-    def all_key_blocks(self, tile: Tile) -> KeyBlocks:
-        """Those that some row of the tile sees; of both tiles in a cluster, whose CTAs load a part of each block."""
-        rows = self.facts.config.tile_m * self.facts.cluster_size
-        return self.key_blocks(tile, tile.m_block // self.facts.cluster_size * rows, rows)
-
-    def share_of(self, blocks: KeyBlocks, tile: Tile) -> KeyBlocks:
-        """One of num_splits even shares; an empty one is a block behind the last key, which the mask hides."""
+    def share_of(self, blocks: KeyBlocks, tile: Tile) -> tuple[Int32, Int32]:
+        """(begin, end) of one of num_splits even shares; an empty one is a block behind the last key, which the mask
+        hides."""
         share = cute.ceil_div(blocks.end - blocks.begin, self.scheduler.sizes.num_splits)
         begin = blocks.begin + tile.split * share
         end = cutlass.min(blocks.end, begin + share)
         behind, is_empty = cute.ceil_div(tile.seqlen_k, self.facts.config.tile_n), begin >= end
-        begin, end = cutlass.select_(is_empty, behind, begin), cutlass.select_(is_empty, behind + 1, end)
-        full_begin = cutlass.min(cutlass.max(blocks.full_begin, begin), end)
-        return KeyBlocks(begin, full_begin, cutlass.max(cutlass.min(blocks.full_end, end), full_begin), end)
+        return cutlass.select_(is_empty, behind, begin), cutlass.select_(is_empty, behind + 1, end)
 
     def place_of(self, tile: Tile, row: Int32) -> tuple:
         """(whether it exists, (row, head[, batch]) in Q and O) of a row of a tile's sequence."""

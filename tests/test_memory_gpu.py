@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gpu
 
 SANITIZER = shutil.which("compute-sanitizer")
 FOUND = 99  # its exit code
+TIMEOUT_S = 240
 
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH")
@@ -28,6 +29,8 @@ def test_no_bad_access(tool):
         env=environment,
         capture_output=True,
         text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     errors = [line for line in run.stdout.splitlines() if line.startswith("=========")]
     if any("not supported" in line for line in errors):
