@@ -1,7 +1,6 @@
 """A small run of each kind of kernel, to be watched by compute-sanitizer: see tests/test_memory_gpu.py.
 
-Lengths end inside a tile, key/value heads are shared, and each result is read back: what a kernel left unwritten is an
-uninitialised read of the kernel that looks for NaN.
+Lengths end inside a tile, and key/value heads are shared.
 """
 
 import sys

@@ -17,14 +17,12 @@ TIMEOUT_S = 240
 
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH")
-@pytest.mark.parametrize("tool", ["memcheck", "initcheck"])
-def test_no_bad_access(tool):
-    """memcheck: none out of bounds or misaligned. initcheck: none of what nobody wrote, so outputs are whole."""
+def test_no_access_out_of_bounds_or_misaligned():
     # Torch hands out parts of large allocations: without its cache each tensor is one, with bounds of its own.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     watched = [sys.executable, "-m", "tests.memory_sweep"]
     run = subprocess.run(
-        [SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), *watched],
+        [SANITIZER, "--tool", "memcheck", "--error-exitcode", str(FOUND), *watched],
         cwd=ROOT,
         env=environment,
         capture_output=True,
