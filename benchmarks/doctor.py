@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import machine, probe, rows
 from benchmarks.contenders import Ours
 from benchmarks.correctness import limit, relative_error
-from benchmarks.peers import PEERS, Sdpa
+from benchmarks.peers import FP8_PEERS, PEERS, Sdpa
 from benchmarks.problems import problem_columns, random_tensors
 from benchmarks.rows import Row
 from benchmarks.tables import Table
@@ -87,7 +87,7 @@ def _head_dims(has: Capabilities) -> str:
 def peers_table() -> Table:
     """Which peers `compare` will find."""
     table = Table("Peers", ["peer", "found"], labels=2)
-    for peer in PEERS.values():
+    for peer in (*PEERS.values(), *FP8_PEERS.values()):
         table.add(peer.name, peer.missing or "yes")
     return table
 
