@@ -136,7 +136,7 @@ def test_a_rule_stands_under_the_table(add_run, tmp_path, monkeypatch):
 
 
 def test_each_configuration_is_measured_once_on_each_problem(cpu_problem):
-    problems = [ablate.DEFAULT, replace(ablate.DEFAULT, head_dim=64)]
+    problems = [ablate.DEFAULT, replace(ablate.DEFAULT, head_dim=256)]  # with the same switches on
     contenders = ablate.contenders("fa3", problems)
     num_on = sum(getattr(FULL, field.name) for field in switches(FULL))
     names = [one.name for one in contenders]
@@ -150,6 +150,17 @@ def test_each_configuration_is_measured_once_on_each_problem(cpu_problem):
             assert label(config) == one.name
             assert (config.tile_m, config.tile_n, config.stages) == (default.tile_m, default.tile_n, default.stages)
             assert one.kernel(problem)[0].config == config
+
+
+def test_a_problem_with_other_switches_on_brings_its_own_lines():
+    without_pingpong = replace(ablate.DEFAULT, head_dim=64)
+    assert not FA3.default_config(without_pingpong).pingpong
+    alone, both = (
+        {one.name for one in ablate.contenders("fa3", problems)}
+        for problems in ([ablate.DEFAULT], [ablate.DEFAULT, without_pingpong])
+    )
+    assert alone < both
+    assert label(FA3.default_config(without_pingpong)) in both
 
 
 def test_chosen_tiles_are_those_of_every_line():
