@@ -3,7 +3,6 @@
 Rows of one `run` were measured in one process, interleaved, and only they are compared with each other.
 """
 
-import ast
 import hashlib
 import json
 import os
@@ -11,7 +10,6 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,22 +206,12 @@ def newest_run(path: Path, missing: Callable[[list[AnyRow]], Sequence[str]]) -> 
 def source_sha(version: str, root: Path = ROOT) -> str:
     """A hash of the code a generation runs: the `*.py` files under its package and under `fa_common`.
 
-    Blank lines, comment lines and docstrings do not count: a row stays fresh when only what the code says of itself
-    changes.
+    Blank lines and comment lines do not count, so that a row stays fresh when only a comment changes.
     """
     digest = hashlib.sha256()
     files = [path for package in (version, "fa_common") for path in (root / package).rglob("*.py")]
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in files):
-        code = _code(path.read_text(encoding="utf-8"))
+        lines = (line.rstrip() for line in path.read_text(encoding="utf-8").splitlines())
+        code = "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
         digest.update(f"{name}\n{code}".encode())
     return digest.hexdigest()
-
-
-@cache
-def _code(source: str) -> str:
-    """Its lines of code alone."""
-    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    documented = (node for node in ast.walk(ast.parse(source)) if isinstance(node, owners) and ast.get_docstring(node))
-    prose = {line for node in documented for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    lines = (line.rstrip() for i, line in enumerate(source.splitlines(), start=1) if i not in prose)
-    return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
