@@ -2,7 +2,8 @@
 
 Every timed launch finds a cold L2 cache, as a model's next layer would. The versions of one problem take turns, a
 few launches each, over several rounds: a GPU's clock and power drift by more than the versions differ, so each must see
-the same drift. Who went before leaves its heat and its clock behind, so nobody follows the same one twice in a row.
+the same drift. Who went before leaves its heat and its clock behind, so from round to round another one goes before
+each.
 """
 
 import gc
@@ -148,10 +149,14 @@ def in_turns(timer: Timer, calls: Mapping[Name, Call], budget: Budget = Budget()
 
 
 def _order(names: Sequence[Name], first: int) -> list[Name]:
-    """A round's order. Over as many rounds as there are names, if even, each follows each other one once (Williams)."""
+    """A round's order (Williams): over as many rounds as there are names each follows each other one once.
+
+    If they are odd in number it takes twice as many, every other round reversed, and each follows each other one twice.
+    """
     last = len(names) - 1
     zigzag = [last - i // 2 if i % 2 else i // 2 for i in range(len(names))]
-    return [names[(first + i) % len(names)] for i in zigzag]
+    order = [names[(first + i) % len(names)] for i in zigzag]
+    return order[::-1] if len(names) % 2 and first % 2 else order
 
 
 def _warmed_up(timer: Timer, call: Call, budget: Budget) -> _Turns:
