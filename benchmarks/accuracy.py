@@ -42,7 +42,7 @@ from benchmarks.tensor_cores import FRACTION_BITS, TensorCores
 from fa import GENERATIONS
 from fa3.config import KV_BLOCK, Q_BLOCK, default_fp8_config
 from fa3.fp8 import SCALES
-from fa3.fp8_launch import build_forward, forward_key
+from fa3.fp8_launch import build_forward, forward_key, quantized_by_columns
 from fa_common.compile import Build, KernelKey, precompile
 from fa_common.problem import Problem
 from fa_common.reference import attention
@@ -199,10 +199,11 @@ def kernels(method: Method, inputs: str, size: Size, head_dim: int) -> list[tupl
 
     like_q = torch.empty(1, 1, 1, head_dim, device="meta")
     stages = ("block",) if method.scales == "block" else ("maximum", "scale")
-    found = [(quantize_key(like_q, stage, method.hadamard), build_quantize) for stage in stages]
+    columns = quantized_by_columns(problem)
+    found = [(quantize_key(like_q, stage, method.hadamard, columns), build_quantize) for stage in stages]
     if method.version != STANDARD:
-        config = TWO_LEVELS if method.two_level else default_fp8_config(problem)
-        found.append((forward_key(problem, config, torch.float16), build_forward))
+        config = TWO_LEVELS if method.two_level else default_fp8_config(problem, columns)
+        found.append((forward_key(problem, config, torch.float16, columns), build_forward))
     return found
 
 

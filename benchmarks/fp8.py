@@ -32,7 +32,7 @@ from benchmarks.rows import Row
 from benchmarks.tables import Table
 from benchmarks.timing import Budget
 from fa3.config import FP8_CAPABILITIES, default_fp8_config
-from fa3.fp8_launch import build_forward, forward_key
+from fa3.fp8_launch import build_forward, forward_key, quantized_by_columns
 from fa_common.compile import Build, KernelKey
 from fa_common.problem import Problem
 
@@ -53,10 +53,11 @@ class OnQuantized(Ours):
         super().__init__(version, name or f"{version} {NAMES[self.way]}", switched)
 
     def config(self, problem: Problem) -> Any:
-        return switched(default_fp8_config(problem), self.switched)
+        return switched(default_fp8_config(problem, quantized_by_columns(problem)), self.switched)
 
     def kernel(self, problem: Problem) -> tuple[KernelKey, Build]:
-        return forward_key(in_fp8(problem), self.config(problem), problem.dtype), build_forward
+        key = forward_key(in_fp8(problem), self.config(problem), problem.dtype, quantized_by_columns(problem))
+        return key, build_forward
 
     def why_not(self, problem: Problem) -> str | None:
         if self.version != VERSION:

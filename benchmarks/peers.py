@@ -180,8 +180,9 @@ class CudnnFp8(Package):
 
     @staticmethod
     def quantize(q: Tensor, k: Tensor, v: Tensor) -> fa3.Quantized:
-        """What it attends to."""
-        return fa3.quantize(q, k, v, scales="tensor", hadamard=False)
+        """What it attends to: it takes V by rows."""
+        quantized = fa3.quantize(q, k, v, scales="tensor", hadamard=False)
+        return quantized._replace(v=quantized.v.contiguous())
 
     @staticmethod
     def scale_out(quantized: fa3.Quantized) -> Tensor:

@@ -1,5 +1,6 @@
 """What FA3's kernels are built from: tiles, stages and the ideas that can be switched off one at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -156,15 +157,18 @@ def check_fp8_config(config: Config) -> None:
         raise ValueError(f"the FP8 kernel needs 2 stages or more (one to load, one to turn); got {config.stages}")
 
 
-def default_fp8_config(problem: Problem) -> Config:
+def default_fp8_config(problem: Problem, v_by_columns: bool = False) -> Config:
     """The FP8 tiles measured fastest on an H200 at head_dim 64, 128 and 256 (docs/fa3.md); in between, some that fit.
 
-    Ping-pong is off: the products are half as long as in 16 bits, and what limits is the latency of the softmax.
+    `v_by_columns` says how V lies; turned around on chip, it takes registers from the consumers. Ping-pong is off but
+    once: the products are half as long as in 16 bits, and what limits is the latency of the softmax.
     """
     is_bounded = problem.softcap > 0 or problem.window != (None, None)
     is_crowded = problem.varlen and is_bounded
     is_uneven = problem.causal or problem.varlen or problem.window != (None, None)
     schedule = partial(Config, tile_n=64, stages=4, scheduler="dynamic" if is_uneven else "static", pingpong=False)
+    if v_by_columns and not is_bounded and problem.head_dim in (64, 128, 256):
+        return _fp8_config_by_columns(problem, schedule)
     # Q in registers where there are some left: S of 64 keys would read it from shared memory all too often.
     steps = 0 if problem.varlen or is_bounded else 4
     if problem.head_dim <= 64:
@@ -181,6 +185,25 @@ def default_fp8_config(problem: Problem) -> Config:
             return schedule(tile_m=192, tile_n=96, stages=5)
         return schedule(tile_m=128 if is_crowded else 192, q_register_steps=steps)
     return schedule(tile_m=64 if is_crowded and problem.head_dim > 192 else 128, q_register_steps=steps // 2)
+
+
+def _fp8_config_by_columns(problem: Problem, schedule: Callable[..., Config]) -> Config:
+    """Dense, and with no mask but a causal one."""
+    is_long = problem.seqlen_k >= 4096
+    if problem.head_dim == 64:
+        if problem.seqlen_k >= 8192 and not problem.causal:
+            return schedule(tile_m=192, tile_n=128, stages=6, q_register_steps=2, pingpong=True)
+        return schedule(tile_m=256, stages=8, q_register_steps=2)
+    if problem.head_dim == 128:
+        if is_long:
+            # Wider blocks cost less a key.
+            return schedule(tile_m=192, tile_n=96, stages=5, q_register_steps=0 if problem.causal else 2)
+        if problem.seqlen_k >= 2048:
+            return schedule(tile_m=192, stages=6, q_register_steps=4)
+        return schedule(tile_m=128, tile_n=128, q_register_steps=4)
+    if is_long:
+        return schedule(tile_m=128, tile_n=96, stages=3)
+    return schedule(tile_m=128, q_register_steps=2)
 
 
 def few_queries_config(problem: Problem) -> Config:

@@ -1,24 +1,26 @@
 """What 8-bit floats change on chip: P rounded into an operand, and V turned around.
 
-WGMMA takes 8-bit operands only with the product's depth contiguous. Of Q, K and P it is; V lies row by row, and P V
-wants its columns. The producer's warps transpose each block in shared memory, in place, once TMA has brought it.
+WGMMA takes 8-bit operands only with the product's depth contiguous. Of Q, K and P it is; P V wants V's columns, the
+keys of each next to each other. And lane q of a quad holds, of each 16 keys of S, columns 2q, 2q+1, 2q+8 and 2q+9,
+where the A operand of an 8-bit product has it hold slots 4q to 4q+3 of its depth. So that P goes from one to the other
+without a shuffle, keys change places:
+
+    V by columns   in S: TMA puts keys 4i and 4i+1 of a block of K into the first half of its rows, and 4i+2 and 4i+3
+                   into the second (loads.py). A lane's columns 2i, 2i+1 of both halves are then four keys in a row.
+    V by rows      in V, which the producer's warps transpose in shared memory, in place, once TMA has brought it:
+
+                   slot   4q  4q+1  4q+2  4q+3      of each 16 keys, for q = 0 to 3
+                   key    2q  2q+1  2q+8  2q+9
 
 ldmatrix.trans moves 16-bit pieces: of V two neighbouring columns of one key. Byte permutes part them, and a lane holds,
-for two columns, four keys each, which stmatrix writes as four bytes of a row of V^T:
-
-    slot   4q  4q+1  4q+2  4q+3      of each 16 keys, for q = 0 to 3
-    key    2q  2q+1  2q+8  2q+9
-
-The keys of 16 thus change places. An accumulator has its columns in just that order where the A operand of an 8-bit
-product has its depth: lane q of a quad holds columns 2q, 2q+1, 2q+8 and 2q+9 of S, and slots 4q to 4q+3 of P. So P goes
-from one to the other without a shuffle.
+for two columns, four keys each, which stmatrix writes as four bytes of a row of V^T.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32, Uint16, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.arch import WARP_SIZE
 from cutlass.cute.nvgpu import warp
@@ -51,14 +53,45 @@ def rounded_quad(a: Float32, b: Float32, c: Float32, d: Float32, *, loc=None, ip
     return Uint32(packed)
 
 
-def round_to_e4m3(acc: cute.Tensor, rP: cute.Tensor) -> None:
-    """Rounds an accumulator ((2, 2, N/8), 1, 1) into rP, an 8-bit A operand ((4, 2, 2), 1, N/32)."""
+def round_to_e4m3(acc: cute.Tensor, rP: cute.Tensor, in_halves: bool) -> None:
+    """Rounds an accumulator ((2, 2, N/8), 1, 1) into rP, an 8-bit A operand ((4, 2, 2), 1, N/32).
+
+    in_halves: the accumulator's columns are keys in the order of products.queries_and_keys, and rP's in their own.
+    """
     words = cute.recast_tensor(cute.make_tensor(rP.iterator, cute.make_layout(cute.size(rP))), Uint32)
     for pair_of_eights in range(cute.size(words) // 2):
         for row in range(2):
-            first = 8 * pair_of_eights + 2 * row  # two columns of one group of eight, then the two of the next
-            quad = (acc[first + i] for i in (0, 1, 4, 5))
+            # Two columns of one group of eight, then the two of the next, or of the one half a block further.
+            first = (4 if in_halves else 8) * pair_of_eights + 2 * row
+            second = first + (cute.size(acc) // 2 if in_halves else 4)
+            quad = (acc[i] for i in (first, first + 1, second, second + 1))
             words[2 * pair_of_eights + row] = rounded_quad(*quad)
+
+
+def rounded_quotients(values: cute.Tensor, scale: Float32, reciprocal: Float32) -> cute.Tensor:
+    """values / scale in e4m3."""
+    quotients = cute.make_rmem_tensor_like(values)
+    for c in range(cute.size(values)):
+        quotients[c] = divide(values[c], scale, reciprocal)
+    rX8 = cute.make_rmem_tensor(cute.size(values), Float8E4M3FN)
+    rX8.store(quotients.load().to(Float8E4M3FN))
+    return rX8
+
+
+def divide(x: Float32, y: Float32, reciprocal: Float32) -> Float32:
+    """x / y, correctly rounded: the product may be off by a unit, which its remainder, exact in one FMA, puts right.
+
+    Three instructions, where a division has eight and a branch; y is far from both ends of the normal numbers.
+    """
+    quotient = x * reciprocal
+    remainder = cute.math.fma(-quotient, y, x)
+    return cute.math.fma(remainder, reciprocal, quotient)
+
+
+def reciprocal_of(y: Float32) -> Float32:
+    """1 / y, of what the hardware approximates one Newton step further."""
+    approximate = cute.arch.rcp_approx(y)
+    return cute.math.fma(cute.math.fma(-y, approximate, Float32(1.0)), approximate, approximate)
 
 
 def atom_bytes(row_bytes: int) -> int:
@@ -166,3 +199,52 @@ class Transposition:
                     words[2 * half + 1] = cute.arch.prmt(first, second, self.high_bytes)
                 offset = (slab * self.width + panel * columns + piece * CHUNK) * keys_of_slab
                 cute.copy(store, pieces[i], chunk_at(base + self.target + offset))
+
+
+@dataclass(frozen=True)
+class RowsToTurn:
+    """V's rows in shared memory as a warp reads columns from them, 64 keys of 16 columns at a time:
+
+        lane 4i + q   register m   keys 16q + 2m, 16q + 2m + 1 of columns 2i, 2i + 1      m = 0 to 7, by two loads
+
+    A lane thus has 16 keys in a row of two columns, which are one store of 16 bytes each: a quad's four are 64 keys.
+    """
+
+    base: Int32  # a multiple of 128
+    num_rows: int
+    num_chunks: int  # of a row
+
+    @property
+    def chunks_of_panel(self) -> int:
+        """Rows lie in panels of up to 128 bytes."""
+        return min(WHOLE_ATOM // CHUNK, 1 << (self.num_chunks - 1).bit_length())
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return -(-self.num_chunks // self.chunks_of_panel) * self.num_rows * self.chunks_of_panel * CHUNK
+
+    def place(self, row: Int32, chunk: Int32) -> Int32:
+        """Where 16 columns of a row lie. What one instruction reads (rows 0, 1, 16, 17, 32, ...) or writes (rows next
+        to each other) is spread over all banks, from 64 columns on."""
+        swap = (row & 1) << 2 ^ row & 2 ^ row >> 4 & 3
+        panel, chunk = chunk // self.chunks_of_panel, chunk % self.chunks_of_panel
+        place = (panel * self.num_rows + row) * self.chunks_of_panel + (chunk ^ swap % self.chunks_of_panel)
+        return self.base + place * CHUNK
+
+    @cute.jit
+    def pairs_of_columns(self, first_row: Int32, chunk: Int32) -> cute.Tensor:
+        """This lane's 16 keys of two columns, (4, 2) words, of the 64 from first_row on."""
+        load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), Uint16)
+        # A lane points to row lane % 8 of matrix m = lane / 8; eight keys further lie the second four.
+        lane = cute.arch.lane_idx()
+        address = self.place(first_row + lane % 8 // 2 * 16 + lane // 8 * 2 + lane % 2, chunk)
+        loaded = cute.make_rmem_tensor((CHUNK // 2, 2), Uint16)
+        for i in cutlass.range_constexpr(2):
+            cute.copy(load, chunk_at(address + i * 8 * self.chunks_of_panel * CHUNK), loaded[None, i])
+        pairs, columns = cute.recast_tensor(loaded, Uint32), cute.make_rmem_tensor((4, 2), Uint32)
+        for word in cutlass.range_constexpr(4):
+            first, second = pairs[2 * word], pairs[2 * word + 1]
+            columns[word, 0] = cute.arch.prmt(first, second, LOW_BYTES)
+            columns[word, 1] = cute.arch.prmt(first, second, HIGH_BYTES)
+        return columns

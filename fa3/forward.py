@@ -50,10 +50,12 @@ from fa3.loads import (
     Shared,
     TmaLoads,
     gather_queries,
+    half_of_keys,
     load_ahead,
     load_first,
     storage_type,
     tma_atom,
+    with_fours,
     with_moving_end,
 )
 from fa3.products import ROWS, Products
@@ -189,14 +191,19 @@ class Forward:
             kv_op = cpasync.CopyBulkTensorTileG2SOp()
             if const_expr(self.config.cluster):
                 kv_op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-            tma_K, mK = tma_atom(kv_op, mK, layout_K, (tile_n, width), self.cluster_size)
-            box_V = (layout_V, (width, tile_n)) if const_expr(dtype.width == 16) else (layout_K, (tile_n, width))
+            box_K = box_V = (layout_K, (tile_n, width))
+            if const_expr(self.facts.v_by_columns):
+                mK, box_K = with_fours(mK), half_of_keys(layout_K, tile_n, width)
+            if const_expr(not self.facts.turns_values):
+                box_V = (layout_V, (width, tile_n))
+            tma_K, mK = tma_atom(kv_op, mK, *box_K, self.cluster_size)
             tma_V, mV = tma_atom(kv_op, mV, *box_V, self.cluster_size)
         if const_expr(not self.stores_directly):
             tma_O, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout_O, (ROWS, piece))
 
         layouts = (layout_Q, layout_K, layout_V, layout_P, layout_O)
-        self.Storage = storage_type(self.config, (dtype, self.dtype_O), layouts, self.owns_O)
+        dtypes, turns_values = (dtype, self.dtype_O), self.facts.turns_values
+        self.Storage = storage_type(self.config, dtypes, layouts, self.owns_O, turns_values)
         check_shared_memory(self.Storage.size_in_bytes(), self.config, self.head_dim)
 
         self.kernel(
@@ -231,7 +238,7 @@ class Forward:
             mO = with_moving_end(mO)
         if self.sequences != "dense" and self.config.tma:
             mK, mV = with_moving_end(mK), with_moving_end(mV)
-        if self.dtype.width == 16:
+        if not self.facts.turns_values:
             mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, *range(2, cute.rank(mV))]))
         return mQ, mK, mV, mO
 
@@ -251,8 +258,8 @@ class Forward:
             cute.arch.griddepcontrol_launch_dependents()
 
         storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        shared = Shared.of(storage, layouts, self.owns_O)
-        pipes = Pipes.of(self.config, storage, self.dtype, layouts[:3])
+        shared = Shared.of(storage, layouts, self.owns_O, self.facts.turns_values)
+        pipes = Pipes.of(self.config, storage, self.dtype, layouts[:3], self.facts.turns_values)
         work = Work.of(self.facts, tensors[:2], sequences, numbers)
 
         if const_expr(not self.config.warp_specialized):
@@ -332,8 +339,8 @@ class Forward:
             first_row = tile.m_block * self.config.tile_m + warpgroup_index * ROWS
             scales = self.descales_of(descales, work, tile, first_row)
             share = Share(work, tile, warpgroup_index, first_row, pipes, gates, loads, scales)
-            products = Products.of(mmas, sQ, shared.sK, shared.sV, sP, warpgroup_index, self.config)
-            softmax = OnlineSoftmax.start(ROWS_PER_THREAD, work.scale_log2, self.config)
+            products = Products.of(mmas, sQ, shared.sK, shared.sV, sP, warpgroup_index, self.facts)
+            softmax = OnlineSoftmax.start(ROWS_PER_THREAD, work.scale_log2, self.facts)
             if const_expr(self.gathers_queries):
                 gather_queries(work, tile, (warpgroup_index, first_row), tensors[0], sQ)
             k_state, v_state = self.attend(share, products, softmax, (q_phase, k_state, v_state))
@@ -524,7 +531,7 @@ class Forward:
         tile = share.tile
         if const_expr(self.softcap):
             scale = share.work.scale_tanh
-            for part, S in enumerate(parts(products.acc_S, scales)):
+            for part, S in enumerate(parts(products.acc_S, scales, self.facts.v_by_columns)):
                 cap_scores(S, scale if scales is None else scale * scales[part].before_cap)
         if masked:
             origin = (share.first_row, n_block * self.config.tile_n)

@@ -2,7 +2,9 @@
 
 changed since forward.py
   - WGMMA multiplies e4m3, twice as many numbers an instruction; sums are fp32, O is 16-bit.
-  - The producer is a whole warpgroup: one warp starts TMA's copies, and all four turn V around (e4m3.py).
+  - 8-bit products want V's keys next to each other (e4m3.py). If they are, as `quantize` lays them out, all that
+    changes is which row of K goes where (loads.py). If V lies by rows, the producer is a whole warpgroup: one warp
+    starts TMA's copies, and all four turn V around.
   - Scores are multiplied by the scales of Q and K. V's scale is a bias of the scores: a P so much larger weighs V's
     numbers as they are, so that O adds up across blocks of different scales at no cost (softmax.py).
   - A row's largest P is raised to 2^3 or 2^4, by the width of a block, and no sum of a thread's P of a row may pass
@@ -10,7 +12,8 @@ changed since forward.py
 unchanged
   - The schedule: the loop, the barriers, ping-pong, overlap, the schedulers.
 
-Time to the right, four stages (S = Q K of a block, P = softmax of it, O = P V of it, T = V of it turned around):
+V by rows, time to the right, four stages (S = Q K of a block, P = softmax of it, O = P V of it, T = V of it turned
+around); by columns the producer and the tensor cores are as in forward.py:
 
     producer warp 0 | Q K3 V3 K2 V2 K1 | T3 K0 V1 | T2 V0 | T1 | T0
     warps 1 to 3    |                  | T3       | T2    | T1 | T0
@@ -86,16 +89,7 @@ class ForwardFp8(Forward):
 
     def __init__(self, key: KernelKey):
         super().__init__(key)
-        if key.config.tile_n == 96 and self.width == 96:
-            raise ValueError(
-                "the FP8 kernel needs tile_n 64 or 128 at head_dim 80 and 96 (what V's 96 keys make there does not "
-                f"share out among four warps); got 96 at {key.head_dim}"
-            )
-        self.facts = replace(self.facts, is_8_bit=True)
-        self.has_busy_producer, self.registers = True, REGISTERS_TRANSPOSING
-        # To load a block of V takes the stage of one that many stages before it, and its P V comes an iteration after
-        # its S. With two stages of distance no warp waits for the slowest warpgroup before it turns the next block.
-        self.blocks_ahead = max(1, key.config.stages - 2)
+        self.facts = replace(self.facts, is_8_bit=True, v_by_columns=key.v_by_columns)
 
     def dtypes(self, key: KernelKey) -> tuple[type, type]:
         return Float8E4M3FN, DTYPES[key.dtype.partition("-")[2]]
@@ -126,6 +120,47 @@ class ForwardFp8(Forward):
         numbers = (softmax_scale, softcap, window_left, window_right, Int32(1))
         descales = (descale_q, descale_k, descale_v)
         self.launch((mQ, mK, mV, mO, mLSE), sequences, numbers, num_sms, stream, descales)
+
+    def descales_of(self, descales: tuple, work: Work, tile: Tile, first_row: Int32) -> Descales:
+        """Those of a warpgroup's 64 rows, and of its head's K and V."""
+        descale_q, descale_k, descale_v = descales
+        # A warpgroup may have no row.
+        q_block = cutlass.min(first_row // Q_BLOCK, descale_q.shape[2] - 1)
+        factor = descale_q[tile.batch, tile.head, q_block]
+        if const_expr(not self.softcap):
+            factor = factor * work.scale_log2
+        k, v = (t[tile.batch, work.head_kv(tile), None] for t in (descale_k, descale_v))
+        num_blocks = 1 if KV_BLOCK % self.config.tile_n == 0 else 2
+        held = cute.make_rmem_tensor((2, num_blocks), Float32)
+        return Descales(factor, k, v, held, self.config.tile_n, cutlass.max(tile.seqlen_k - 1, 0) // KV_BLOCK)
+
+    def block_scales(self, n_block: Int32, share: Share) -> tuple[KeyScales, ...]:
+        scales = [self.key_scales(share.work, *numbers) for numbers in share.descales.of(n_block)]
+        if len(scales) == 1:
+            return tuple(scales)
+        first, last = scales
+        is_behind = [share.descales.part_is_behind(n_block, part) for part in range(self.config.tile_n // PART)]
+        return tuple(last.instead_of(first, condition) for condition in is_behind)
+
+    def key_scales(self, work: Work, factor: Float32, bias: Float32) -> KeyScales:
+        before_cap, factor = (factor, work.scale_log2) if self.softcap else (None, factor)
+        return KeyScales(before_cap, factor, bias, cute.math.exp2(-bias, fastmath=True))
+
+
+class TurningForwardFp8(ForwardFp8):
+    """V by rows: the producer, a whole warpgroup, turns each block of it around once TMA has brought it."""
+
+    def __init__(self, key: KernelKey):
+        super().__init__(key)
+        if key.config.tile_n == 96 and self.width == 96:
+            raise ValueError(
+                "the FP8 kernel needs tile_n 64 or 128 at head_dim 80 and 96 (what V's 96 keys make there does not "
+                f"share out among four warps); got 96 at {key.head_dim}"
+            )
+        self.has_busy_producer, self.registers = True, REGISTERS_TRANSPOSING
+        # To load a block of V takes the stage of one that many stages before it, and its P V comes an iteration after
+        # its S. With two stages of distance no warp waits for the slowest warpgroup before it turns the next block.
+        self.blocks_ahead = max(1, key.config.stages - 2)
 
     @cute.jit
     def load(self, work: Work, tma: tuple, tensors: tuple, shared: Shared, pipes: Pipes):
@@ -201,31 +236,6 @@ class ForwardFp8(Forward):
         if cute.arch.lane_idx() == 0:
             pipes.v.transposed.producer_commit(state)
 
-    def descales_of(self, descales: tuple, work: Work, tile: Tile, first_row: Int32) -> Descales:
-        """Those of a warpgroup's 64 rows, and of its head's K and V."""
-        descale_q, descale_k, descale_v = descales
-        # A warpgroup may have no row.
-        q_block = cutlass.min(first_row // Q_BLOCK, descale_q.shape[2] - 1)
-        factor = descale_q[tile.batch, tile.head, q_block]
-        if const_expr(not self.softcap):
-            factor = factor * work.scale_log2
-        k, v = (t[tile.batch, work.head_kv(tile), None] for t in (descale_k, descale_v))
-        num_blocks = 1 if KV_BLOCK % self.config.tile_n == 0 else 2
-        held = cute.make_rmem_tensor((2, num_blocks), Float32)
-        return Descales(factor, k, v, held, self.config.tile_n, cutlass.max(tile.seqlen_k - 1, 0) // KV_BLOCK)
-
-    def block_scales(self, n_block: Int32, share: Share) -> tuple[KeyScales, ...]:
-        scales = [self.key_scales(share.work, *numbers) for numbers in share.descales.of(n_block)]
-        if len(scales) == 1:
-            return tuple(scales)
-        first, last = scales
-        is_behind = [share.descales.part_is_behind(n_block, part) for part in range(self.config.tile_n // PART)]
-        return tuple(last.instead_of(first, condition) for condition in is_behind)
-
-    def key_scales(self, work: Work, factor: Float32, bias: Float32) -> KeyScales:
-        before_cap, factor = (factor, work.scale_log2) if self.softcap else (None, factor)
-        return KeyScales(before_cap, factor, bias, cute.math.exp2(-bias, fastmath=True))
-
 
 def compile_forward_fp8(key: KernelKey, options: str = ""):
     """Compiles the kernel of `key` for sm_90a; called as (q, k, v, out, lse, descale_q, descale_k, descale_v,
@@ -234,12 +244,12 @@ def compile_forward_fp8(key: KernelKey, options: str = ""):
     head_dim, packed = key.head_dim, key.sequences == "packed"
     batch_and = () if packed else (batch,)
     lengths_q = fake_lengths(cute.sym_int()) if packed else None
-    kernel = ForwardFp8(key)
+    kernel = ForwardFp8(key) if key.v_by_columns else TurningForwardFp8(key)
     return cute.compile(
         kernel,
         fake_bytes((*batch_and, seqlen_q, heads_q, head_dim)),
         fake_bytes((*batch_and, seqlen_k, heads_kv, head_dim)),
-        fake_bytes((*batch_and, seqlen_k, heads_kv, head_dim)),
+        fake_bytes((*batch_and, seqlen_k, heads_kv, head_dim), unit_mode=1 if key.v_by_columns else -1),
         fake_sequences(kernel.dtype_O, (*batch_and, seqlen_q, heads_q, head_dim)),
         fake_rows((*batch_and, heads_q, seqlen_q)),
         fake_scales(),
@@ -258,10 +268,11 @@ def compile_forward_fp8(key: KernelKey, options: str = ""):
     )
 
 
-def fake_bytes(shape: tuple) -> cute.Tensor:
-    """As fa_common.tiles.fake_sequences, of e4m3: 16 bytes are 16 of them."""
-    strides = tuple(cute.sym_int64(divisibility=16) for _ in shape[1:])
-    return make_fake_tensor(Float8E4M3FN, shape, stride=(*strides, 1), assumed_align=16)
+def fake_bytes(shape: tuple, unit_mode: int = -1) -> cute.Tensor:
+    """As fa_common.tiles.fake_sequences, of e4m3: 16 bytes are 16 of them. The stride of `unit_mode` is 1."""
+    strides = [cute.sym_int64(divisibility=16) for _ in shape]
+    strides[unit_mode] = 1
+    return make_fake_tensor(Float8E4M3FN, shape, stride=tuple(strides), assumed_align=16)
 
 
 def fake_scales() -> cute.Tensor:

@@ -61,6 +61,9 @@ def quantize(
     q is (batch, seqlen_q, heads_q, head_dim), k and v are (batch, seqlen_k, heads_kv, head_dim), float16, bfloat16 or
     float32, every entry finite; packed sequences are as in flash_attn_varlen_func. head_dim is a multiple of 16.
 
+    Unless sequences are packed, v of a seqlen_k that is a multiple of 16 comes with a unit stride along its keys:
+    attention, which takes v by rows as well, is then up to a tenth faster.
+
     Args:
         scales: who shares a scale. "tensor": all, descales are (1,). "head": of each sequence a head of k and v and the
             query heads that read it, (batch, heads_kv). "block": 64 rows of a head of q, (batch, heads_q,
@@ -112,7 +115,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of e4m3 tensors; `arguments` are those of fa_common.operators.Arguments, in its order."""
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    if needs_grad(q, k, v) or _want_gradient(descales):
+    if torch.is_grad_enabled() and _want_gradient(q, k, v, *descales):
         _check_types(q, k, v)
         _refuse_gradient("fp8 attention")
     if torch.compiler.is_compiling():
@@ -192,8 +195,10 @@ def _quantize_by_algorithm(
             _quantize_one(problem, scales, q, Q_BLOCK, lengths_q, problem.seqlen_q),
             *(_quantize_one(problem, scales, x, KV_BLOCK, lengths_k, problem.seqlen_k) for x in (k, v)),
         )
-    values, descales = zip(*made, strict=True)
-    return *values, *descales
+    (q, k, v), descales = zip(*made, strict=True)
+    if fp8_launch.strides_by_columns(v.shape):
+        v = v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return q, k, v, *descales
 
 
 def _quantize_one(
@@ -264,7 +269,7 @@ def _checked(
     _check_problem(problem)
     for (name, shape), descale in zip(_scale_shapes(problem).items(), descales, strict=True):
         _check_scale(name, descale, problem, q.device, shape)
-    return problem, default_fp8_config(problem) if config is None else config
+    return problem, default_fp8_config(problem, fp8_launch.lies_by_columns(v)) if config is None else config
 
 
 def _run_algorithm(
@@ -384,9 +389,9 @@ def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _want_gradient(descales: Descales) -> bool:
-    """Whether autograd wants a gradient of a scale."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in descales)
+def _want_gradient(*tensors: Tensor | None) -> bool:
+    """Whether one of them requires a gradient; what is no tensor the checks to come name."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _refuse_gradient(what: str) -> None:
@@ -490,7 +495,9 @@ def _(q, k, v, scales, hadamard, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             *[(batch, heads_kv, -(-max_seqlen_k // KV_BLOCK))] * 2,
         ],
     }
-    values = (x.new_empty(x.shape, dtype=E4M3) for x in (q, k, v))
+    values = [x.new_empty(x.shape, dtype=E4M3) for x in (q, k, v)]
+    if strides := fp8_launch.strides_by_columns(v.shape):
+        values[2] = v.new_empty_strided(v.shape, strides, dtype=E4M3)
     return *values, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes[scales])
 
 

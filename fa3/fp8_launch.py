@@ -29,11 +29,12 @@ def prepare(
 
     Each of `expansions` makes (batch, heads, blocks) of the descale of q, k or v that a call is given.
     """
-    kernel = load(forward_key(problem, config, out_dtype), build_forward)
+    v_by_columns = lies_by_columns(v)
+    kernel = load(forward_key(problem, config, out_dtype, v_by_columns), build_forward)
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, num_sms)
     expand_q, expand_k, expand_v = expansions
-    must_copy = any(map(is_unreadable, (q, k, v)))
+    must_copy = any(map(is_unreadable, (q, k) if v_by_columns else (q, k, v)))
     allocate_out = allocation(q.shape, out_dtype, q.device)
     allocate_lse = allocation(lse_shape(q), torch.float32, q.device)
     # A counter for each launch, as in interface.py.
@@ -49,7 +50,7 @@ def prepare(
         cu_seqlens_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if must_copy:
-            q, k, v = map(readable, (q, k, v))
+            q, k, v = readable(q), readable(k), v if v_by_columns else readable(v)
         descale_q, descale_k, descale_v = descales
         scales = (expand_q(descale_q), expand_k(descale_k), expand_v(descale_v))
         out, lse = allocate_out(), allocate_lse()
@@ -60,7 +61,34 @@ def prepare(
     return run
 
 
-def forward_key(problem: Problem, config: Config, out_dtype: torch.dtype) -> KernelKey:
+def lies_by_columns(v: Tensor) -> bool:
+    """Whether V (batch, seqlen, heads, head_dim) has its keys, not its head_dim, next to each other, and the kernel
+    takes it so: its other strides are multiples of 16, and seqlen is one of 4, as such keys come by fours (loads.py).
+    """
+    if v.ndim != 4 or v.shape[1] % 4:
+        return False
+    batch, key, head, column = v.stride()
+    return key == 1 != column and batch % 16 == head % 16 == column % 16 == 0
+
+
+def strides_by_columns(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides with which `quantize` makes V of this shape so; None if it makes rows, for which any length will do.
+
+    Packed sequences begin anywhere, and their keys would come by fours from there.
+    """
+    if len(shape) != 4 or shape[1] == 0 or shape[1] % 16:
+        return None
+    _, seqlen, heads, head_dim = shape
+    return heads * head_dim * seqlen, 1, head_dim * seqlen, seqlen
+
+
+def quantized_by_columns(problem: Problem) -> bool:
+    """Whether `quantize` makes the V of a problem so."""
+    shape = (problem.batch, problem.seqlen_k, problem.heads_kv, problem.head_dim)
+    return not problem.varlen and strides_by_columns(shape) is not None
+
+
+def forward_key(problem: Problem, config: Config, out_dtype: torch.dtype, v_by_columns: bool) -> KernelKey:
     """The kernel; its dtype names those of q, k, v and of out. Raises ValueError for a config it cannot have."""
     check_fp8_config(config)
     windowed = problem.window != (None, None)
@@ -75,6 +103,7 @@ def forward_key(problem: Problem, config: Config, out_dtype: torch.dtype) -> Ker
         window=windowed,
         softcap=problem.softcap > 0,
         sequences="packed" if problem.varlen else "dense",
+        v_by_columns=v_by_columns,
     )
 
 

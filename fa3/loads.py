@@ -40,11 +40,11 @@ class Shared:
     sO: cute.Tensor  # (64, columns, warpgroups * places): sQ's memory, once Q is done with, unless epilogue_overlap
 
     @staticmethod
-    def of(storage, layouts: tuple, owns_O: bool) -> "Shared":
+    def of(storage, layouts: tuple, owns_O: bool, turns_values: bool) -> "Shared":
         layout_Q, layout_K, layout_V, layout_P, layout_O = layouts
         memory_O = storage.sO.data_ptr() if owns_O else storage.sQ.data_ptr()
         sV, sV_rows = storage.sV.get_tensor(layout_V.outer, swizzle=layout_V.inner), None
-        if sV.element_type.width == 8:
+        if turns_values:
             sV_rows = storage.sV.get_tensor(layout_K.outer, swizzle=layout_K.inner)
         return Shared(
             sQ=storage.sQ.get_tensor(layout_Q.outer, swizzle=layout_Q.inner),
@@ -56,7 +56,7 @@ class Shared:
         )
 
 
-def storage_type(config: Config, dtypes: tuple, layouts: tuple, owns_O: bool) -> type:
+def storage_type(config: Config, dtypes: tuple, layouts: tuple, owns_O: bool, turns_values: bool) -> type:
     """A CTA's shared memory; dtypes are those of Q, K, V and P, and of O."""
     dtype, dtype_O = dtypes
     layout_Q, layout_K, layout_V, layout_P, layout_O = layouts
@@ -68,7 +68,7 @@ def storage_type(config: Config, dtypes: tuple, layouts: tuple, owns_O: bool) ->
         q_barriers: cute.struct.MemRange[Int64, 2 * config.num_consumer_warpgroups]
         k_barriers: cute.struct.MemRange[Int64, 2 * config.stages]
         v_barriers: cute.struct.MemRange[Int64, 2 * config.stages]
-        transposed_barriers: cute.struct.MemRange[Int64, 2 * config.stages if dtype.width == 8 else 0]
+        transposed_barriers: cute.struct.MemRange[Int64, 2 * config.stages if turns_values else 0]
         ring_barriers: cute.struct.MemRange[Int64, 2 * NUM_PLACES]
         ring: cute.struct.MemRange[Int32, NUM_PLACES]
         # 128-byte swizzle atoms repeat every 1024 bytes.
@@ -84,6 +84,34 @@ def storage_type(config: Config, dtypes: tuple, layouts: tuple, owns_O: bool) ->
 def tma_atom(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple, num_multicast: int = 1) -> tuple:
     """(atom, tensor of coordinates) of copies of `tile` between global memory and one stage of `layout`."""
     return cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile, num_multicast=num_multicast)
+
+
+def with_fours(mK: cute.Tensor) -> cute.Tensor:
+    """(rows, head_dim, heads, batch) with its rows, a multiple of 4, as (4, rows / 4)."""
+    rows, stride = mK.shape[0], mK.stride[0]
+    layout = cute.make_layout(((4, rows // 4), *mK.shape[1:]), stride=((stride, 4 * stride), *mK.stride[1:]))
+    return cute.make_tensor(mK.iterator, layout)
+
+
+def half_of_keys(layout_K: cute.ComposedLayout, tile_n: int, width: int) -> tuple:
+    """(layout, tile) of a TMA box that has two of every four keys of a block: half the rows of a stage of sK."""
+    half = cute.composition(layout_K.outer, (tile_n // 2, width))
+    return cute.make_composed_layout(layout_K.inner, layout_K.offset, half), ((2, tile_n // 4), width)
+
+
+def halves_of_keys(sK: cute.Tensor, gK: cute.Tensor, tile_n: int) -> list:
+    """Both boxes of a block, (rows of sK, blocks of K): keys 4i and 4i + 1 lie before all keys 4i + 2 and 4i + 3.
+
+    gK is ((4, rows / 4), head_dim). So P's columns come out in the order of V's keys: see e4m3.py.
+    """
+    width = cute.size(sK, mode=[1])
+    return [
+        (
+            cute.local_tile(sK, (tile_n // 2, width), (half, 0, None)),
+            cute.local_tile(gK, ((2, tile_n // 4), width), ((half, None), 0)),
+        )
+        for half in range(2)
+    ]
 
 
 def with_moving_end(t: cute.Tensor) -> cute.Tensor:
@@ -197,22 +225,26 @@ class TmaLoads:
     pipes: Pipes
     atoms: tuple  # of Q (None with pack_gqa), K, V
     queries: tuple | None  # (TMA, warpgroups) of sQ, (TMA, m_blocks of 64) of Q
-    keys: tuple  # (TMA, stages) of sK, (TMA, n_blocks) of K
-    values: tuple
+    keys: list  # of each box of a block (TMA, stages) of sK and (TMA, n_blocks) of K
+    values: list
     rows_q: tuple  # (first, last) block of 64 rows of the tile, of the sequence
 
     @staticmethod
     def of(work: Work, tile: Tile, atoms: tuple, tensors: tuple, shared: Shared, pipes: Pipes) -> "TmaLoads":
         config, sequences = work.facts.config, work.facts.sequences
         (mQ, mK, mV), (tma_Q, tma_K, tma_V) = tensors, atoms
-        width, tile_n, is_8_bit = work.facts.width, config.tile_n, work.facts.is_8_bit
+        width, tile_n = work.facts.width, config.tile_n
         rank, cluster_size = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()), work.facts.cluster_size
         of_keys = (sequences, work.head_kv(tile), tile.batch, (tile.offset_k, tile.seqlen_k))
-        gK = cute.local_tile(rows_of(mK, *of_keys), (tile_n, width), (None, 0))
-        if const_expr(is_8_bit):
-            gV = cute.local_tile(rows_of(mV, *of_keys), (tile_n, width), (None, 0))
+        gK = rows_of(mK, *of_keys)
+        if const_expr(work.facts.v_by_columns):
+            boxes_K = halves_of_keys(shared.sK, gK, tile_n)
         else:
-            gV = cute.local_tile(rows_of(mV, *of_keys, rows_mode=1), (width, tile_n), (0, None))
+            boxes_K = [(shared.sK, cute.local_tile(gK, (tile_n, width), (None, 0)))]
+        if const_expr(work.facts.turns_values):
+            sV, gV = shared.sV_rows, cute.local_tile(rows_of(mV, *of_keys), (tile_n, width), (None, 0))
+        else:
+            sV, gV = shared.sV, cute.local_tile(rows_of(mV, *of_keys, rows_mode=1), (width, tile_n), (0, None))
         queries = None
         if const_expr(tma_Q is not None):
             of_queries = (sequences_of_q(sequences), tile.head, tile.batch, (tile.offset_q, tile.seqlen_q))
@@ -224,8 +256,8 @@ class TmaLoads:
             pipes,
             atoms,
             queries,
-            keys=tma_partition(tma_K, shared.sK, gK, rank, cluster_size),
-            values=tma_partition(tma_V, shared.sV_rows if is_8_bit else shared.sV, gV, rank, cluster_size),
+            keys=[tma_partition(tma_K, s, g, rank, cluster_size) for s, g in boxes_K],
+            values=[tma_partition(tma_V, sV, gV, rank, cluster_size)],
             rows_q=(tile.m_block * num_warpgroups, cute.ceil_div(tile.seqlen_q, ROWS) - 1),
         )
 
@@ -248,15 +280,15 @@ class TmaLoads:
     def load_v(self, n_block: Int32, state: pipeline.PipelineState) -> None:
         self.load_block(self.pipes.v, self.atoms[2], self.values, n_block, state)
 
-    def load_block(self, pipe, atom: cute.CopyAtom, block: tuple, n_block: Int32, state) -> None:
+    def load_block(self, pipe, atom: cute.CopyAtom, boxes: list, n_block: Int32, state) -> None:
         """A key block, or of a cluster this CTA's part of it into every CTA."""
-        smem, gmem = block
         # Every consumer warp has released what this stage held; the full barrier is told how many bytes to expect.
         pipe.producer_acquire(state)
         # A bit for each CTA of the cluster: the copy reaches both.
         multicast = {"mcast_mask": Int16(3)} if self.config.cluster else {}
         full = pipe.producer_get_barrier(state)
-        cute.copy(atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=full, **multicast)
+        for smem, gmem in boxes:
+            cute.copy(atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=full, **multicast)
 
 
 def tma_partition(atom: cute.CopyAtom, s: cute.Tensor, g: cute.Tensor, rank: Int32 = 0, num_ctas: int = 1) -> tuple:

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from fa3.config import Config
 from fa3.e4m3 import load_bytes, round_to_e4m3
+from fa3.scheduler import Facts
 from fa3.softmax import rescale_rows
 from fa3.sync import THREADS_PER_WARPGROUP, NamedBarrier
 from fa_common.tiles import as_operand_a, as_rows_and_columns, round_to_operand_a
@@ -38,14 +38,15 @@ class Products:
     tOsP: cute.Tensor | None  # (MMA, MMA_M, MMA_K) descriptors of sP
     acc_O: cute.Tensor  # (MMA, MMA_M, MMA_N) fp32
     acc_PV: cute.Tensor | None  # of one block alone, with two_level_accumulation
+    v_by_columns: bool  # and keys in the order of queries_and_keys
     tScS: cute.Tensor  # (MMA, MMA_M, MMA_N) coordinates (query, key) of acc_S inside the warpgroup's tile
     tScO: cute.Tensor  # (MMA, MMA_M, MMA_N) coordinates (query, column) of acc_O
     warpgroup: Int32
 
     @staticmethod
-    def of(mmas: tuple, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP, warpgroup_index: Int32, config: Config):
+    def of(mmas: tuple, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP, warpgroup_index: Int32, facts: Facts):
         """sK (tile_n, width, stages), sV (width, tile_n, stages); of sQ and sP this warpgroup's 64 rows."""
-        mma_qk, mma_rqk, mma_pv, mma_piece = mmas
+        (mma_qk, mma_rqk, mma_pv, mma_piece), config = mmas, facts.config
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         thread_qk, thread_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
         tile_n, width = cute.size(sK, mode=[0]), cute.size(sV, mode=[0])
@@ -84,7 +85,8 @@ class Products:
             tOsP=None if sP is None else mma_pv.make_fragment_A(thread_pv.partition_A(sP)),
             acc_O=acc_O,
             acc_PV=acc_PV,
-            tScS=thread_qk.partition_C(cute.make_identity_tensor((ROWS, tile_n))),
+            v_by_columns=facts.v_by_columns,
+            tScS=thread_qk.partition_C(queries_and_keys(tile_n, facts.v_by_columns)),
             tScO=thread_pv.partition_C(cute.make_identity_tensor((ROWS, width))),
             warpgroup=warpgroup_index,
         )
@@ -114,7 +116,9 @@ class Products:
     @cute.jit
     def scores_again(self, stage: Int32):
         """S once more, number by number, for a warp that needs it when the other three may not: slow, and rare."""
-        rows_and_columns, S = (as_rows_and_columns(t) for t in (self.tScS, self.acc_S))
+        thread = self.mma_qk.get_slice(cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP)
+        places = thread.partition_C(cute.make_identity_tensor((ROWS, cute.size(self.sK, mode=[0]))))
+        rows_and_columns, S = (as_rows_and_columns(t) for t in (places, self.acc_S))
         num_rows, num_columns = (cute.size(S, mode=[mode]) for mode in (0, 1))
         pairs_of_Q, pairs_of_K = (cute.flat_divide(t, (1, 2)) for t in (self.sQ, self.sK[None, None, stage]))
         self.acc_S.fill(0.0)
@@ -161,7 +165,7 @@ class Products:
     def round_scores(self) -> None:
         """P, as an operand, from what the softmax left in acc_S: in registers, or through them to shared memory."""
         if self.rP.element_type.width == 8:
-            round_to_e4m3(self.acc_S, self.rP)
+            round_to_e4m3(self.acc_S, self.rP, in_halves=self.v_by_columns)
         else:
             round_to_operand_a(self.acc_S, self.rP)
         if self.sP is None:
@@ -174,3 +178,16 @@ class Products:
         # What these threads wrote becomes visible to WGMMA; then all four warps of the warpgroup have written.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=NamedBarrier.ROWS + self.warpgroup, number_of_threads=THREADS_PER_WARPGROUP)
+
+
+def queries_and_keys(tile_n: int, in_halves: bool) -> cute.Tensor:
+    """Coordinates (query, key) of S: of each column its own number, or the key that its row of sK has.
+
+    In halves, key 4i + e of a block is column 2i + e, and key 4i + 2 + e column tile_n / 2 + 2i + e.
+    """
+    coordinates = cute.make_identity_tensor((ROWS, tile_n))
+    if not in_halves:
+        return coordinates
+    keys = cute.make_layout((2, tile_n // 4, 2), stride=(1, 4, 2))
+    layout = cute.composition(coordinates.layout, (cute.make_layout(ROWS), keys))
+    return cute.make_tensor(coordinates.iterator, layout)

@@ -28,7 +28,8 @@ piece of each of its rows, and a warp reads whole rows.
     up to 256      2                64, in fp32         80              3 of 256 threads (head_dim 256), 96 KiB
     144, 176, ..   2                32, in fp32         64              3 of 288 threads (head_dim 144), 54 KiB
 
-The last are the odd multiples of 16 beyond 128, whose 64 rows make no whole warps of four pieces a thread.
+The last are the odd multiples of 16 beyond 128, whose 64 rows make no whole warps of four pieces a thread. V leaves by
+columns where it can, the keys of each next to each other, as 8-bit products want it (e4m3.py).
 
 Two CTAs of a tile, 64 rows each, are a cluster if they need one maximum, that of a block. Each writes its own to the
 other's shared memory, and the write itself completes the mbarrier there:
@@ -48,6 +49,7 @@ scale and of all the values that share it.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +63,7 @@ from torch import Tensor
 
 from fa3.algorithm import E4M3_MAX, SMALLEST_AMAX
 from fa3.config import KV_BLOCK, Q_BLOCK
+from fa3.e4m3 import RowsToTurn, chunk_at, divide, reciprocal_of, rounded_quotients
 from fa_common.compile import KernelKey
 from fa_common.tiles import DTYPES, fake_lengths
 from fa_common.warp_tiles import thread_index_anew
@@ -71,7 +74,8 @@ PIECES_OF_THREAD = 4  # half as many where that makes no whole warps
 MAX_HEAD_DIM_OF_CTA = 128  # beyond, two CTAs share a tile
 REGISTERS = {4: 80, 2: 64}  # a thread's, by its pieces; fp32 takes 16 more
 SM_QUARTERS, QUARTER_REGISTERS = 4, 16_384  # a warp's registers are all in one quarter of an SM
-SHARED_MEMORY_PERCENT = 12  # of 228 KiB: 24 CTAs' 1 KiB, at head_dim 16, their signs and maxima
+SM_BYTES = 228 * 1024  # of shared memory and L1
+SHARED_MEMORY_PERCENT = 12  # of them: 24 CTAs' 1 KiB, at head_dim 16, their signs and maxima
 INPUT_DTYPES = DTYPES | {"float32": Float32}
 SIGN_WORDS = {16: Uint16, 32: Uint32}
 Q, K, V = range(3)  # tensors, in the order of their tiles
@@ -88,8 +92,8 @@ class QuantizeConfig:
     hadamard: bool
 
 
-def quantize_key(q: Tensor, stage: str, hadamard: bool) -> KernelKey:
-    """The kernel for tensors like q."""
+def quantize_key(q: Tensor, stage: str, hadamard: bool, v_by_columns: bool) -> KernelKey:
+    """The kernel for tensors like q; `v_by_columns` is how the quantised V is to lie."""
     return KernelKey(
         "fa3",
         "quantize",
@@ -98,6 +102,7 @@ def quantize_key(q: Tensor, stage: str, hadamard: bool) -> KernelKey:
         causal=False,
         config=QuantizeConfig(stage, hadamard),
         sequences="dense" if q.ndim == 4 else "packed",
+        v_by_columns=v_by_columns,
     )
 
 
@@ -110,14 +115,15 @@ def build_quantize(key: KernelKey, options: str = "") -> Any:
         rows_q, rows_k = (batch, seqlen_q), (batch, seqlen_k)
     shapes = [(*rows_q, heads_q, key.head_dim)] + [(*rows_k, heads_kv, key.head_dim)] * 2
     # A descale has its tensor's heads, or those of K and V.
-    descales = [make_fake_tensor(Float32, [batch, *_any(2)], stride=_any_stride(3)) for _ in range(3)]
+    descales = [make_fake_tensor(Float32, [batch, *_any(2)], stride=_any(3, cute.sym_int64)) for _ in range(3)]
     one_pass = key.config.stage == "block"
     return cute.compile(
         Quantize(key),
         *(_fake_pieces(dtype, shape) for shape in shapes),
-        *(_fake_pieces(Float8E4M3FN, shape) for shape in shapes),
+        *(_fake_pieces(Float8E4M3FN, shape) for shape in shapes[:2]),
+        _fake_pieces(Float8E4M3FN, shapes[2], unit_mode=1 if key.v_by_columns else -1),
         *descales,
-        None if one_pass else make_fake_tensor(Float32, (3, batch, heads_kv), stride=_any_stride(3)),
+        None if one_pass else make_fake_tensor(Float32, (3, batch, heads_kv), stride=_any(3, cute.sym_int64)),
         make_fake_tensor(Float32, (key.head_dim,), stride=(1,), assumed_align=16) if key.config.hadamard else None,
         *((fake_lengths(cute.sym_int()) for _ in range(2)) if packed else (None, None)),
         Int32(0),
@@ -127,18 +133,15 @@ def build_quantize(key: KernelKey, options: str = "") -> Any:
     )
 
 
-def _any(number: int) -> tuple:
-    return tuple(cute.sym_int() for _ in range(number))
+def _any(number: int, symbol: Callable = cute.sym_int) -> tuple:
+    return tuple(symbol() for _ in range(number))
 
 
-def _any_stride(number: int) -> tuple:
-    return tuple(cute.sym_int64() for _ in range(number))
-
-
-def _fake_pieces(dtype: type, shape: tuple) -> cute.Tensor:
-    """Rows of any 64-bit strides that are multiples of 16 bytes, with a unit last one."""
-    strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:])
-    return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=16)
+def _fake_pieces(dtype: type, shape: tuple, unit_mode: int = -1) -> cute.Tensor:
+    """Any 64-bit strides that are multiples of 16 bytes, but 1 in `unit_mode`: rows, if that is the last."""
+    strides = [cute.sym_int64(divisibility=128 // dtype.width) for _ in shape]
+    strides[unit_mode] = 1
+    return make_fake_tensor(dtype, shape, stride=tuple(strides), assumed_align=16)
 
 
 # ---- Device
@@ -163,6 +166,7 @@ class Quantize:
     def __init__(self, key: KernelKey):
         self.dtype = INPUT_DTYPES[key.dtype]
         self.stage, self.hadamard = key.config.stage, key.config.hadamard
+        self.v_by_columns = key.v_by_columns and self.stage != "maximum"
         self.num_pieces = key.head_dim // PIECE  # of a row
         self.transform = key.head_dim & -key.head_dim  # its length, the largest power of two that divides head_dim
         self.ctas_of_tile = 1 if key.head_dim <= MAX_HEAD_DIM_OF_CTA else 2
@@ -183,6 +187,7 @@ class Quantize:
         self.lanes = self.transform // PIECE // self.pieces_of_row  # that have a run of the transform
         registers = REGISTERS[pieces_of_thread] + (16 if self.dtype.width == 32 else 0)
         self.ctas_of_sm = QUARTER_REGISTERS // (registers * WARP_SIZE) * SM_QUARTERS // self.num_warps
+        self.turned_bytes = RowsToTurn(0, self.num_halves * HALF, self.num_pieces).size if self.v_by_columns else 0
 
     @cute.jit
     def __call__(
@@ -223,9 +228,9 @@ class Quantize:
             cluster=(2 if self.shares_maximum else 1, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.ctas_of_sm,
-            # Percent, of which each CTA takes 1 KiB and some. The rest is L1: it has the second half of each sector of
-            # 32 bytes that a thread's two loads ask for. Unsaid, the DSL asks a GPU.
-            preferred_smem_carveout=SHARED_MEMORY_PERCENT,
+            # Percent, of which each CTA takes 1 KiB and some, and its rows of V. The rest is L1: it has the second half
+            # of each sector of 32 bytes that a thread's two loads ask for. Unsaid, the DSL asks a GPU.
+            preferred_smem_carveout=SHARED_MEMORY_PERCENT + -(-100 * self.ctas_of_sm * self.turned_bytes // SM_BYTES),
         )
 
     @cute.kernel
@@ -249,7 +254,13 @@ class Quantize:
                 amaxes = self.amaxes(largest, mAmax, mailbox, tile)
                 # First what needs most of `tile`: the values have most of the registers until they are stored.
                 self.store_descales(amaxes, descales, tile)
-                self.store(values, amaxes, outputs, tile)
+                if const_expr(not self.v_by_columns):
+                    self.store(values, amaxes, outputs, tile)
+                else:
+                    if tile.tensor == V:
+                        self.store_columns(values, amaxes, outputs[V], tile)
+                    else:
+                        self.store(values, amaxes, (*outputs[:V], outputs[K]), tile)
         else:
             if const_expr(self.stage == "block"):
                 self.store_descales((Float32(0.0),) * self.num_halves, descales, tile)
@@ -494,7 +505,7 @@ class Quantize:
 
     @cute.jit
     def store(self, values: cute.Tensor, amaxes: tuple, outputs: tuple, tile: Tile):
-        """Divides by the scale, rounds to e4m3, and writes the rows that exist."""
+        """Writes the rows that exist."""
         thread = thread_index_anew()  # without: its rows wait in registers, and 8 B spill at head_dim 48
         gX8 = self.pieces(outputs, tile, thread)
         for half in cutlass.range_constexpr(self.num_halves):
@@ -502,13 +513,38 @@ class Quantize:
             reciprocal = reciprocal_of(scale)
             for i in cutlass.range_constexpr(self.rows_of_half):
                 for j in cutlass.range_constexpr(self.pieces_of_row):
-                    quotients = cute.make_rmem_tensor(PIECE, Float32)
-                    for c in cutlass.range_constexpr(PIECE):
-                        quotients[c] = divide(values[c, j, i, half], scale, reciprocal)
-                    rX8 = cute.make_rmem_tensor(PIECE, Float8E4M3FN)
-                    rX8.store(quotients.load().to(Float8E4M3FN))
+                    rX8 = rounded_quotients(values[None, j, i, half], scale, reciprocal)
                     if self.row(thread, half, i) < tile.num_rows:
                         cute.autovec_copy(rX8, vector(gX8[None, j, i, half]))
+
+    @cute.jit
+    def store_columns(self, values: cute.Tensor, amaxes: tuple, mV8: cute.Tensor, tile: Tile):
+        """Turns V around in shared memory and writes 16 keys of a column at a time; seqlen_k is a multiple of 16."""
+        memory = cutlass.memory.SmemAllocator().allocate_array(Uint16, self.turned_bytes // 2, byte_alignment=128)
+        sV, thread = RowsToTurn(memory.toint(), self.num_halves * HALF, self.num_pieces), thread_index_anew()
+        for half in cutlass.range_constexpr(self.num_halves):
+            scale = scale_of(amaxes[half])
+            reciprocal = reciprocal_of(scale)
+            for i in cutlass.range_constexpr(self.rows_of_half):
+                row = self.row(thread, half, i) - self.rank * HALF
+                for j in cutlass.range_constexpr(self.pieces_of_row):
+                    rX8 = rounded_quotients(values[None, j, i, half], scale, reciprocal)
+                    chunk = self.column(thread) // PIECE + j * self.lanes
+                    cute.autovec_copy(cute.recast_tensor(rX8, Uint16), chunk_at(sV.place(row, chunk)))
+        # All rows of V are there.
+        cute.arch.sync_threads()
+        lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        for n in cutlass.range_constexpr(self.num_pieces * self.num_halves // self.num_warps):
+            part = warp_index + n * self.num_warps  # 64 rows of 16 columns
+            chunk, first_row = part % self.num_pieces, part // self.num_pieces * HALF
+            columns = sV.pairs_of_columns(first_row, chunk)
+            key = first_row + self.rank * HALF + lane % 4 * 16
+            if key < tile.num_rows:
+                for c in cutlass.range_constexpr(2):
+                    place = (tile.batch, tile.first_row + key, tile.head, chunk * PIECE + lane // 4 * 2 + c)
+                    target = mV8.iterator + cute.crd2idx(place, mV8.layout)
+                    target = cute.make_ptr(Uint32, target.toint(), cute.AddressSpace.gmem, assumed_align=16)
+                    cute.autovec_copy(columns[None, c], cute.make_tensor(target, cute.make_layout(PIECE // 4)))
 
     @cute.jit
     def store_descales(self, amaxes: tuple, descales: tuple, tile: Tile):
@@ -537,22 +573,6 @@ def scale_of(amax: Float32) -> Float32:
     """By which a block is divided; NaN if amax is."""
     scale = divide(amax, Float32(E4M3_MAX), Float32(1 / E4M3_MAX))
     return Float32(1.0) if amax < SMALLEST_AMAX else scale
-
-
-def divide(x: Float32, y: Float32, reciprocal: Float32) -> Float32:
-    """x / y, correctly rounded: the product may be off by a unit, which its remainder, exact in one FMA, puts right.
-
-    Three instructions, where a division has eight and a branch; y is far from both ends of the normal numbers.
-    """
-    quotient = x * reciprocal
-    remainder = cute.math.fma(-quotient, y, x)
-    return cute.math.fma(remainder, reciprocal, quotient)
-
-
-def reciprocal_of(y: Float32) -> Float32:
-    """1 / y, of what the hardware approximates one Newton step further."""
-    approximate = cute.arch.rcp_approx(y)
-    return cute.math.fma(cute.math.fma(-y, approximate, Float32(1.0)), approximate, approximate)
 
 
 def vector(piece: cute.Tensor) -> cute.Tensor:

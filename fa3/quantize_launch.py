@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from fa3.config import KV_BLOCK, Q_BLOCK
+from fa3.fp8_launch import strides_by_columns
 from fa3.quantize import build_quantize, quantize_key
 from fa_common.compile import load
 from fa_common.generation import allocation, is_unreadable, readable
 from fa_common.problem import Problem
+
+E4M3 = torch.float8_e4m3fn
 
 
 def prepare(
@@ -30,9 +33,10 @@ def prepare(
     Returns:
         run(tensors, cu_seqlens), which quantises such tensors on their device's current stream; cu_seqlens are those of
         queries and keys, int32 (batch + 1,), or None and None. It returns (q, k, v, descale_q, descale_k, descale_v):
-        float8_e4m3fn, contiguous, and float32: scales="block" (batch, heads, blocks) with a block for 64 rows of q and
-        128 of k and v, "head" (batch, heads_kv), "tensor" (1,). What no row has, and what has only zeros, gets descale
-        1. Raises TypeError or ValueError for what the kernels cannot take, with nothing launched.
+        float8_e4m3fn, contiguous but for a v that has `strides_by_columns`, and float32: scales="block" (batch, heads,
+        blocks) with a block for 64 rows of q and 128 of k and v, "head" (batch, heads_kv), "tensor" (1,). What no row
+        has, and what has only zeros, gets descale 1. Raises TypeError or ValueError for what the kernels cannot take,
+        with nothing launched.
     """
     device, hadamard = tensors[0].device, signs is not None
     must_copy = any(map(is_unreadable, tensors))
@@ -44,7 +48,9 @@ def prepare(
         "head": (of_heads,) * 3,
         "tensor": ((1,),) * 3,
     }[scales]
-    new_values = [allocation(x.shape, torch.float8_e4m3fn, device) for x in tensors]
+    strides_v = strides_by_columns(tensors[2].shape)
+    strides = (None, None, strides_v)
+    new_values = [allocation(x.shape, E4M3, device, y) for x, y in zip(tensors, strides, strict=True)]
     new_descales = [allocation(shape, torch.float32, device) for shape in shapes]
 
     def run_on_blocks(tensors: tuple, cu_seqlens: tuple) -> tuple[Tensor, ...]:
@@ -68,10 +74,11 @@ def prepare(
     if problem.batch == 0:  # nothing to launch
         return lambda *_: (*(new() for new in new_values), *(new().fill_(1) for new in new_descales))
     if scales == "block":
-        kernel = load(quantize_key(tensors[0], "block", hadamard), build_quantize)
+        kernel = load(quantize_key(tensors[0], "block", hadamard, strides_v is not None), build_quantize)
         return run_on_blocks
     find_maxima, scale = (
-        load(quantize_key(tensors[0], stage, hadamard), build_quantize) for stage in ("maximum", "scale")
+        load(quantize_key(tensors[0], stage, hadamard, strides_v is not None), build_quantize)
+        for stage in ("maximum", "scale")
     )
     # The kernels' descales are (batch, heads, blocks), and amax (3, batch, heads): a head is one block, and a tensor
     # one number everywhere.

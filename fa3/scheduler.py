@@ -46,10 +46,16 @@ class Facts:
     sequences: str  # "dense", "packed" (cu_seqlens) or "cached" (lengths of K and V alone)
     splits: bool
     is_8_bit: bool = False  # Q, K and V
+    v_by_columns: bool = False  # V has its keys next to each other in memory; else its head_dim
 
     @property
     def cluster_size(self) -> int:
         return 2 if self.config.cluster else 1
+
+    @property
+    def turns_values(self) -> bool:
+        """Whether V is turned around on chip: 8-bit products want its keys next to each other."""
+        return self.is_8_bit and not self.v_by_columns
 
     @property
     def lpt_order(self) -> bool:
@@ -167,8 +173,12 @@ class Scheduler:
         """(m_block, head) of a number below num_m_blocks * num_heads."""
         if not self.facts.lpt_order:
             return number % num_m_blocks, number // num_m_blocks
-        first_head = number // (num_m_blocks * section) * section
-        heads_here = cutlass.min(section, num_heads - first_head)
+        # If one section is smaller, it is the first: as the last it would be a few long tiles, begun when the other CTAs
+        # have nothing left. Numbers count as if the heads that it lacks were there and came before all.
+        lacking = (num_heads + section - 1) // section * section - num_heads
+        section_number = (number + lacking * num_m_blocks) // (section * num_m_blocks)
+        heads_here = section - cutlass.select_(section_number == 0, lacking, Int32(0))
+        first_head = cutlass.max(section_number * section - lacking, 0)
         inside = number - first_head * num_m_blocks
         return num_m_blocks - 1 - inside // heads_here, first_head + inside % heads_here
 
@@ -228,10 +238,7 @@ class Scheduler:
 
 
 def heads_of_section(head_bytes: Int32, group: Int32, num_heads: Int32) -> Int32:
-    """How many of num_heads query heads make a section, given the bytes of one head's K and V, which `group` share.
-
-    All sections are about as large: a small last one would be a few long tiles that the end of the kernel waits for.
-    """
+    """How many of num_heads query heads make a section, given the bytes of one head's K and V, which `group` share."""
     in_l2 = cutlass.max(SECTION_BYTES // head_bytes, 1) * group
     return cute.ceil_div(num_heads, cutlass.max(num_heads // in_l2, 1))
 
@@ -321,12 +328,13 @@ class Work:
         softmax_scale, softcap, window_left, window_right, num_splits = numbers
         heads, group = facts.heads_and_group(mQ, mK)
         batch = cu_seqlens_q.shape[0] - 1 if facts.sequences == "packed" else mQ.shape[3]
-        head_bytes = 2 * 2 * facts.width * mK.shape[0]
+        seqlen_k = cute.size(mK, mode=[0])
+        head_bytes = 2 * (1 if facts.is_8_bit else 2) * facts.width * seqlen_k
         sizes = Sizes(
             batch=batch,
             heads=heads,
             seqlen_q=mQ.shape[0],
-            seqlen_k=mK.shape[0],
+            seqlen_k=seqlen_k,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             num_splits=num_splits,

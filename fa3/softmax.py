@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from fa3.algorithm import E4M3_MAX
-from fa3.config import Config
+from fa3.scheduler import Facts
 from fa_common.tiles import as_rows_and_columns, quad_max, quad_sum, row_sum_of
 
 NO_KEY = -1e30  # shift of a row that has seen no key: below any score, and finite, since -inf minus -inf is NaN
@@ -57,10 +57,18 @@ class KeyScales:
         return KeyScales(*(None if x is None else cutlass.select_(condition, x, y) for x, y in pairs))
 
 
-def parts(acc_S: cute.Tensor, scales: tuple[KeyScales, ...] | None) -> list[cute.Tensor]:
-    """A block's scores as (rows, columns) of this thread, apart for keys of different scales."""
+def parts(acc_S: cute.Tensor, scales: tuple[KeyScales, ...] | None, in_halves: bool) -> list[cute.Tensor]:
+    """A block's scores as (rows, columns) of this thread, apart for keys of different scales.
+
+    in_halves: the columns are keys in the order of products.queries_and_keys.
+    """
     S = as_rows_and_columns(acc_S)
     num_parts = 1 if scales is None else len(scales)
+    if in_halves and num_parts > 1:
+        num_rows, num_columns = S.shape[0], cute.size(S, mode=[1])
+        # Two columns of the first half, the two of the second that are keys behind them, the next two of the first.
+        in_order = cute.make_layout((2, 2, num_columns // 4), stride=(1, num_columns // 2, 2))
+        S = cute.make_tensor(S.iterator, cute.composition(S.layout, (cute.make_layout(num_rows), in_order)))
     columns = cute.logical_divide(S, (None, cute.size(S, mode=[1]) // num_parts))
     return [columns[None, (None, part)] for part in range(num_parts)]
 
@@ -77,15 +85,24 @@ class OnlineSoftmax:
     polynomial: bool  # a quarter of the exponentials on the FMA pipe
     limit: float = 2.0**RISE  # what a thread's sum of a row's P in a block may reach: no P is larger then
     height: float = 0.0  # log2 of a row's largest P when its shift is set
+    in_halves: bool = False  # see `parts`
     scales: tuple[KeyScales, ...] | None = None  # of 8-bit tensors: those of this block
 
     @staticmethod
-    def start(num_rows: int, scale_log2: Float32, config: Config) -> "OnlineSoftmax":
+    def start(num_rows: int, scale_log2: Float32, facts: Facts) -> "OnlineSoftmax":
         shift, row_sum = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(2))
         shift.fill(NO_KEY)
         row_sum.fill(0.0)
-        num_columns = config.tile_n // LANES_OF_ROW
-        return OnlineSoftmax(shift, row_sum, scale_log2, num_columns, config.lazy_rescale, config.polynomial_exp)
+        config = facts.config
+        return OnlineSoftmax(
+            shift,
+            row_sum,
+            scale_log2,
+            config.tile_n // LANES_OF_ROW,
+            config.lazy_rescale,
+            config.polynomial_exp,
+            in_halves=facts.v_by_columns,
+        )
 
     def of_block(self, scales: tuple[KeyScales, ...] | None) -> "OnlineSoftmax":
         """The same rows, for a block of keys whose K and V are 8-bit numbers times these scales."""
@@ -101,7 +118,7 @@ class OnlineSoftmax:
 
         Returns what O must be multiplied by, (rows,), and whether any row of this warp needs it.
         """
-        S, rows = parts(acc_S, self.scales), range(cute.size(self.shift))
+        S, rows = parts(acc_S, self.scales, self.in_halves), range(cute.size(self.shift))
         highest = [self.highest_score(S, r) for r in rows]
         rises = self.any_row_rises(highest)
         rescale = cute.make_rmem_tensor_like(self.shift)
@@ -122,7 +139,7 @@ class OnlineSoftmax:
 
         Returns the sums of P, (rows, parts), which tell `outgrown` whether the shifts still served.
         """
-        S = parts(acc_S, self.scales)
+        S = parts(acc_S, self.scales, self.in_halves)
         num_rows = cute.size(self.shift)
         sums = cute.make_rmem_tensor((num_rows, len(S)), Float32)
         for r in cutlass.range_constexpr(num_rows):
@@ -142,7 +159,7 @@ class OnlineSoftmax:
 
         Where a sum is LOST (some score was about 100 above all before, in base 2), `scores_again()` brings S back.
         """
-        S = parts(acc_S, self.scales)
+        S = parts(acc_S, self.scales, self.in_halves)
         num_rows = cute.size(self.shift)
         rescale = cute.make_rmem_tensor_like(self.shift)
         # Infinite, or so large that the factor to lower it would be 0.

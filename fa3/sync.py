@@ -106,7 +106,7 @@ class Pipes:
     tma: bool
 
     @staticmethod
-    def of(config: Config, storage, dtype: type, layouts: tuple) -> "Pipes":
+    def of(config: Config, storage, dtype: type, layouts: tuple, turns_values: bool) -> "Pipes":
         """Makes the barriers in shared memory and waits until every thread of the cluster sees them."""
         num_consumers, cluster_size = config.num_consumer_warpgroups, 2 if config.cluster else 1
         num_threads = num_consumers * THREADS_PER_WARPGROUP
@@ -140,7 +140,7 @@ class Pipes:
         of_blocks = of_tma if config.tma else of_cp_async
         pipe_v = of_blocks(storage.v_barriers, layout_V, config.stages, num_threads, cluster_size)
         num_listeners = num_threads
-        if dtype.width == 8:
+        if turns_values:
             pipe_v = TransposedPipe.of(pipe_v, storage.transposed_barriers, config.stages)
             # The producer's other three warps hear the numbers that the loading one draws.
             num_listeners += THREADS_PER_WARPGROUP - WARP_SIZE

@@ -38,6 +38,7 @@ class KernelKey:
     softcap: bool = False  # by a number known at run time
     sequences: str = "dense"  # (batch, seqlen, heads, head_dim); "packed": (total, heads, head_dim) with cu_seqlens
     splits: bool = False  # whether the keys are split among CTAs, whose results are yet to be merged
+    v_by_columns: bool = False  # whether V's keys, and not its head_dim, lie next to each other: FP8's
     deterministic: bool = False  # backward: whether every sum is added up in one order
     arch: str = "sm_90a"
 

@@ -158,7 +158,7 @@ def mask_scores(
         end = end - first_key - column
         begin = Int32(0) if const_expr(left is None) else facing - left - first_key - column
         for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-            place = c // 2 * 8 + c % 2
+            place = cS.layout((r, c))[1] - cS.layout((r, 0))[1]
             hidden = end <= place
             if const_expr(left is not None):
                 hidden = hidden | (begin > place)

@@ -52,8 +52,9 @@ def test_the_whole_command(cpu_problem, tmp_path):
     assert ours[0].tflops == ours[1].tflops == ours[2].tflops == pytest.approx(4 * 64 * 64**2 / 1e9)  # in 1 ms
     assert ours[4].tflops == pytest.approx(4 * 64 * 128**2 / 2 / 1e9), "half of it is masked"
     problem = cpu_problem(64)
-    assert ours[1].switches_label == label(default_fp8_config(problem))
-    assert ours[1].config["tile_n"] == default_fp8_config(problem).tile_n
+    config = default_fp8_config(problem, v_by_columns=True)
+    assert ours[1].switches_label == label(config)
+    assert ours[1].config["tile_n"] == config.tile_n
     assert {row.source_sha for row in ours} == {rows.source_sha("fa3")}
     assert "bfloat16 d=64 full 1 x 64 x 1: cublas-gemm 0  bf16 0  fp8 0  with quantization 0 TFLOP/s" in text
     assert "fa1 fp8 is missing in every problem: it takes float16 or bfloat16, not float8_e4m3fn" in text

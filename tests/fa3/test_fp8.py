@@ -335,6 +335,29 @@ def test_views_are_read_as_what_they_are():
     assert torch.equal(fa3.flash_attn_func(**fa3.Quantized(*views, *scales)._asdict()), expected)
 
 
+def test_v_of_a_multiple_of_sixteen_keys_is_quantized_by_columns():
+    for num_keys, strides in ((304, (2 * 32 * 304, 1, 32 * 304, 304)), (300, (300 * 64, 64, 32, 1))):
+        q, k, v = tensors(seqlen_k=num_keys)
+        made = fa3.quantize(q, k, v)
+        assert made.v.stride() == strides
+        assert all(x.is_contiguous() for x in made if x is not made.v)
+        values, descale = algorithm.quantize(v, "block", 2, KV_BLOCK)
+        assert torch.equal(made.v.float(), values.float())
+        assert torch.equal(made.descale_v, descale)
+    one = {"cu_seqlens_q": torch.tensor([0, 150], dtype=torch.int32), "max_seqlen_q": 150}
+    one |= {"cu_seqlens_k": torch.tensor([0, 304], dtype=torch.int32), "max_seqlen_k": 304}
+    assert fa3.quantize(*(x[0] for x in tensors(seqlen_k=304)), **one).v.is_contiguous()
+
+
+def test_it_does_not_matter_how_v_lies():
+    quantized, config = fa3.quantize(*tensors(seqlen_k=304)), Config(tile_n=64)
+    results = [
+        fa3.flash_attn_func(**quantized._replace(v=v)._asdict(), config=config, return_lse=True)
+        for v in (quantized.v, quantized.v.contiguous())
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
 def test_it_reads_half_the_bytes_and_computes_as_much():
     quantized = fa3.quantize(*tensors(128, 256, heads_q=2), scales="tensor")
     options = {"softmax_scale": 1.0, "config": SimpleNamespace(tile_m=64, tile_n=128)}
@@ -720,8 +743,9 @@ def refuse(key, q, k, v, scales, cu_seqlens_q, cu_seqlens_k):
         if (x.ndim, x.dtype, x.shape[-1]) != (q.ndim, E4M3, key.head_dim) or x.data_ptr() % ALIGNMENT:
             raise ValueError("Mismatched Tensor")
         # Any stride passes where there is one element.
-        strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
-        if x.stride(-1) != 1 or any(stride % ALIGNMENT for stride in strides[:-1]):
+        unit_mode = 1 if key.v_by_columns and x is v else x.ndim - 1
+        strides = [x.stride(i) for i in range(x.ndim) if i != unit_mode and x.shape[i] != 1]
+        if x.stride(unit_mode) != 1 or any(stride % ALIGNMENT for stride in strides):
             raise ValueError("Invalid strides")
     if k.shape != v.shape or any((x.ndim, x.dtype) != (3, torch.float32) for x in scales):
         raise ValueError("Mismatched shape")
@@ -880,6 +904,54 @@ def test_what_the_kernel_cannot_read_is_copied(gpu, position):
         assert_attends(given, (None, None, None), results)
         copied = [x is not y for x, y in zip(gpu.launches[-1][:3], changed, strict=True)]
         assert copied == [i == position for i in range(3)]
+
+
+def test_v_by_columns_is_read_as_it_lies(gpu):
+    q, k, v = e4m3()
+    v = by_columns(v, pitch=304)
+    for _ in range(2):
+        results = fa3.flash_attn_func(q, k, v, return_lse=True)
+        assert_attends((q, k, v), (None, None, None), results)
+        assert gpu.launches[-1][2] is v
+    (key,) = gpu.keys
+    assert key.v_by_columns
+
+
+def test_the_default_tiles_depend_on_how_v_lies(gpu):
+    q, k, v = e4m3(head_dim=64)
+    fa3.flash_attn_func(q, k, v)
+    fa3.flash_attn_func(q, k, by_columns(v, pitch=304))
+    problem = fa.Problem(2, 150, 300, 4, 2, 64, dtype=E4M3)
+    assert [key.config for key in gpu.keys] == [default_fp8_config(problem, layout) for layout in (False, True)]
+    assert gpu.keys[0].config != gpu.keys[1].config
+
+
+@pytest.mark.parametrize(("num_keys", "pitch"), [(300, 300), (301, 304)], ids=["a stride", "no fours of keys"])
+def test_v_by_columns_that_no_kernel_takes_is_copied(gpu, num_keys, pitch):
+    q, k, v = e4m3(seqlen_k=num_keys)
+    v = by_columns(v, pitch)
+    results = fa3.flash_attn_func(q, k, v, return_lse=True)
+    assert_attends((q, k, v), (None, None, None), results)
+    assert gpu.launches[-1][2].is_contiguous()
+    assert not gpu.keys[-1].v_by_columns
+
+
+def test_v_by_columns_off_by_a_byte_is_copied(gpu):
+    q, k, v = e4m3()
+    fa3.flash_attn_func(q, k, by_columns(v, pitch=304))
+    results = fa3.flash_attn_func(
+        q, k, off_by_one(v.permute(0, 2, 3, 1).contiguous()).permute(0, 3, 1, 2), return_lse=True
+    )
+    assert_attends((q, k, v), (None, None, None), results)
+    assert gpu.launches[-1][2].is_contiguous()
+
+
+def by_columns(v, pitch):
+    """The same numbers, the keys of a column next to each other, and columns `pitch` apart."""
+    batch, seqlen, heads, head_dim = v.shape
+    columns = torch.zeros(batch, heads, head_dim, pitch, dtype=torch.uint8)
+    columns[..., :seqlen] = v.view(torch.uint8).permute(0, 2, 3, 1)
+    return columns.view(E4M3).permute(0, 3, 1, 2)[:, :seqlen]
 
 
 def test_a_stride_that_no_element_uses_is_repaired_too(gpu):

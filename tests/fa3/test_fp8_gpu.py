@@ -2,7 +2,8 @@
 
 What is left is the rounding of P to e4m3, by up to 2^-4 of itself and about 2.6 % in the root mean square, which is the
 error of out where V has both signs. Scores are off by what the tensor cores lose: they do not add up products of e4m3
-numbers in full fp32. Tensors are quantized on the CPU, so that no test of attention depends on the other kernels.
+numbers in full fp32. Tensors are quantized on the CPU, so that no test of attention depends on the other kernels. V by
+rows and V by columns have kernels of their own.
 
 A kernel is compiled for each (head_dim, mask, packed, type of out), which takes seconds: one test holds one kernel
 against many shapes. Names of public reports are as in tests/test_forward_gpu.py.
@@ -70,9 +71,24 @@ def to_gpu(quantized: fa3.Quantized) -> fa3.Quantized:
     return fa3.Quantized(*(x.cuda() for x in quantized))
 
 
-def make(shape: Shape, head_dim: int, scales: str = "block") -> fa3.Quantized:
+def make(shape: Shape, head_dim: int, scales: str = "block", v_by_columns: bool = False) -> fa3.Quantized:
     """Random tensors, quantized."""
-    return to_gpu(fa3.quantize(*draw(shape, head_dim), scales=scales, hadamard=False))
+    return laid_out(to_gpu(fa3.quantize(*draw(shape, head_dim), scales=scales, hadamard=False)), v_by_columns)
+
+
+def laid_out(quantized: fa3.Quantized, v_by_columns: bool) -> fa3.Quantized:
+    """With a contiguous V, or with one whose keys lie next to each other, and NaN up to a multiple of 16 behind them.
+
+    A number of keys that is no multiple of 4 no kernel takes by columns: there it is the copy that is tested.
+    """
+    v = quantized.v
+    if not v_by_columns:
+        return quantized._replace(v=v.contiguous())
+    batch, seqlen, heads, head_dim = v.shape
+    columns = torch.full((batch, heads, head_dim, -(-seqlen // 16) * 16), 0x7F, dtype=torch.uint8, device=v.device)
+    rows = columns.permute(0, 3, 1, 2)[:, :seqlen]
+    rows.copy_(v.view(torch.uint8))
+    return quantized._replace(v=rows.view(E4M3))
 
 
 def attend(quantized: fa3.Quantized, **options) -> tuple[Tensor, Tensor]:
@@ -97,10 +113,17 @@ def check(name: object, results: tuple[Tensor, Tensor], exact: tuple[Tensor, Ten
     )
 
 
-def hold(shapes: list[Shape], head_dim: int, scales: str = "block", out_dtype=torch.bfloat16, **mask) -> None:
+def hold(
+    shapes: list[Shape],
+    head_dim: int,
+    v_by_columns: bool,
+    scales: str = "block",
+    out_dtype=torch.bfloat16,
+    **mask,
+) -> None:
     """Every shape against float64; `mask` is causal, window, softcap."""
     for shape in shapes:
-        quantized = make(shape, head_dim, scales)
+        quantized = make(shape, head_dim, scales, v_by_columns)
         results = attend(quantized, out_dtype=out_dtype, **arguments_of(mask))
         assert results[0].dtype == out_dtype
         check((shape, scales, mask), results, expect(quantized, **mask))
@@ -111,36 +134,44 @@ def arguments_of(mask: dict) -> dict:
     return {"window_size" if name == "window" else name: value for name, value in mask.items()}
 
 
+both_layouts = pytest.mark.parametrize("v_by_columns", [False, True], ids=["V by rows", "V by columns"])
+
+
 # ---- Values
 
 
+@both_layouts
 @full_and_causal
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_shapes(head_dim, causal):
-    hold(SHAPES, head_dim, causal=causal)
+def test_shapes(head_dim, causal, v_by_columns):
+    hold(SHAPES, head_dim, v_by_columns, causal=causal)
 
 
+@both_layouts
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_windows(head_dim):
-    shapes = [Shape(2, 385, 385, 4, 2), Shape(1, 193, 600), Shape(1, 600, 330), Shape(1, 130, 1100)]
+def test_windows(head_dim, v_by_columns):
+    shapes = [Shape(2, 385, 385, 4, 2), Shape(1, 193, 600), Shape(1, 600, 332), Shape(1, 130, 1100)]
     for window in ((64, 0), (100, 30), (0, 0), (None, 17), (300, None), (3, 500)):
-        hold(shapes, head_dim, window=window)
-    hold([Shape(1, 129, 16)], head_dim, window=(32, 64))  # FA#2199
-    hold(shapes, head_dim, causal=True, window=(200, None))
+        hold(shapes, head_dim, v_by_columns, window=window)
+    hold([Shape(1, 129, 16)], head_dim, v_by_columns, window=(32, 64))  # FA#2199
+    hold(shapes, head_dim, v_by_columns, causal=True, window=(200, None))
 
 
+@both_layouts
 @pytest.mark.parametrize(("head_dim", "mask"), [(64, {}), (128, {"causal": True}), (64, {"window": (64, 30)})], ids=str)
-def test_softcap(head_dim, mask):
-    shapes = [Shape(2, 193, 257, 4, 2), Shape(1, 257, 129), Shape(1, 64, 64)]
+def test_softcap(head_dim, mask, v_by_columns):
+    shapes = [Shape(2, 193, 260, 4, 2), Shape(1, 257, 129), Shape(1, 64, 64)]
     for softcap in (1.0, 5.0, 50.0):
-        hold(shapes, head_dim, softcap=softcap, **mask)
+        hold(shapes, head_dim, v_by_columns, softcap=softcap, **mask)
 
 
+@both_layouts
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (128, True)])
-def test_scales_and_types_of_out(head_dim, causal, out_dtype):
+def test_scales_and_types_of_out(head_dim, causal, out_dtype, v_by_columns):
     for scales in SCALES:
-        hold([Shape(2, 257, 385, 6, 2), Shape(2, 193, 130, 4, 1)], head_dim, scales, out_dtype, causal=causal)
+        shapes = [Shape(2, 257, 388, 6, 2), Shape(2, 193, 130, 4, 1)]
+        hold(shapes, head_dim, v_by_columns, scales, out_dtype, causal=causal)
 
 
 def test_each_tensor_has_a_kind_of_scale_of_its_own():
@@ -159,27 +190,29 @@ def test_each_tensor_has_a_kind_of_scale_of_its_own():
         check(name, results, expect(fa3.Quantized(q, k, v, *(one if x is None else x for x in given))))
 
 
+@both_layouts
 @pytest.mark.parametrize("scores", ["zero", "equal", "one very high", "all very low"])
-def test_degenerate_scores(scores):
+def test_degenerate_scores(scores, v_by_columns):
     """FA#2082: no overflow, no NaN, no row lost."""
-    q, k, v = draw(Shape(2, 193, 257), 64, torch.float32)
+    q, k, v = draw(Shape(2, 193, 260), 64, torch.float32)
     # A score is softmax_scale * 64 * q * k = k, with q = 1 / 8.
     q, k = torch.full_like(q, 1 / 8), torch.full_like(k, {"equal": 1.0, "all very low": -1e4}.get(scores, 0.0))
     if scores == "zero":
         q, k, v = (torch.zeros_like(x) for x in (q, k, v))
     if scores == "one very high":
         k[:, 11] = 1e4
-    quantized = to_gpu(fa3.quantize(q, k, v, hadamard=False))
+    quantized = laid_out(to_gpu(fa3.quantize(q, k, v, hadamard=False)), v_by_columns)
     check(scores, attend(quantized, causal=True), expect(quantized, causal=True))
 
 
+@both_layouts
 @pytest.mark.parametrize("same_keys", [False, True], ids=["random keys", "the same keys"])
-def test_no_p_is_beyond_the_largest_number(same_keys):
+def test_no_p_is_beyond_the_largest_number(same_keys, v_by_columns):
     """FA#2577, FA#2716: one query, where every P may be the largest."""
-    for seqlen_k in (127, 128, 129, 130, 131_072):
+    for seqlen_k in (127, 128, 129, 132, 131_072):
         q, k, v = draw(Shape(1, 1, seqlen_k, 6, 1), 128)
         k = k[:, :1].expand_as(k) if same_keys else k
-        quantized = to_gpu(fa3.quantize(q, k, v, hadamard=False))
+        quantized = laid_out(to_gpu(fa3.quantize(q, k, v, hadamard=False)), v_by_columns)
         check(seqlen_k, attend(quantized), expect(quantized))
 
 
@@ -190,10 +223,12 @@ def long_sums() -> Iterator[tuple[int, fa3.Quantized]]:
         yield seqlen_k, to_gpu(fa3.quantize(q, k, v.abs(), hadamard=False))
 
 
-def test_a_long_sum_in_two_levels_does_not_drift():
+@both_layouts
+def test_a_long_sum_in_two_levels_does_not_drift(v_by_columns):
     config = Config(tile_m=128, tile_n=64, stages=4, pingpong=False, two_level_accumulation=True)
     errors = {}
     for seqlen_k, quantized in long_sums():
+        quantized = laid_out(quantized, v_by_columns)
         results, exact = attend(quantized, config=config), expect(quantized)
         check(seqlen_k, results, exact, DRIFT)
         errors[seqlen_k] = ((results[0].double() - exact[0]).norm() / exact[0].norm()).item()
@@ -206,11 +241,12 @@ def test_a_long_sum_in_one_level_does_not_drift():
         check(seqlen_k, attend(quantized), expect(quantized), DRIFT_OF_ONE_SUM)
 
 
-def test_scales_of_v_that_are_far_apart():
+@both_layouts
+def test_scales_of_v_that_are_far_apart(v_by_columns):
     """V's scale is a bias of the scores: neither may a large one overflow P, nor a small one lose its block's keys."""
-    shape = Shape(1, 130, 641)
+    shape = Shape(1, 130, 644)
     for factors in ((1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0), (1e3, 1e-3, 1e3, 1e-3, 1e3, 1e-3), (1e-6,) * 6, (1e6,) * 6):
-        quantized = make(shape, 64)
+        quantized = make(shape, 64, v_by_columns=v_by_columns)
         quantized = quantized._replace(descale_v=quantized.descale_v * torch.tensor(factors, device="cuda"))
         check(factors, attend(quantized), expect(quantized))
 
@@ -228,9 +264,10 @@ def wide(head_dim: int) -> Config:
 LENGTHS_OF_96 = sorted({n * block + extra for block in (96, 128) for n in (1, 2, 3, 5, 7) for extra in (-1, 0, 1)})
 
 
+@both_layouts
 @full_and_causal
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_blocks_of_96_keys(head_dim, causal):
+def test_blocks_of_96_keys(head_dim, causal, v_by_columns):
     shapes = [
         *(Shape(1, 130, length) for length in LENGTHS_OF_96),
         Shape(9, 193, 257, 17, 17),
@@ -238,22 +275,24 @@ def test_blocks_of_96_keys(head_dim, causal):
     ]
     for shape in shapes:
         for scales in SCALES:
-            quantized = make(shape, head_dim, scales)
+            quantized = make(shape, head_dim, scales, v_by_columns)
             results = attend(quantized, causal=causal, config=wide(head_dim))
             check((shape, scales), results, expect(quantized, causal=causal))
 
 
+@both_layouts
 @pytest.mark.parametrize("mask", [{"window": (100, 30)}, {"causal": True, "softcap": 5.0}], ids=str)
-def test_blocks_of_96_keys_with_windows_and_softcap(mask):
-    for shape in (Shape(2, 385, 385, 4, 2), Shape(1, 130, 1100)):
-        quantized = make(shape, 256)
+def test_blocks_of_96_keys_with_windows_and_softcap(mask, v_by_columns):
+    for shape in (Shape(2, 385, 388, 4, 2), Shape(1, 130, 1100)):
+        quantized = make(shape, 256, v_by_columns=v_by_columns)
         check((shape, mask), attend(quantized, config=wide(256), **arguments_of(mask)), expect(quantized, **mask))
 
 
-def test_scales_that_are_far_apart_in_a_block_of_96_keys():
+@both_layouts
+def test_scales_that_are_far_apart_in_a_block_of_96_keys(v_by_columns):
     factors = torch.tensor((1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0), device="cuda")
     for of_v in (factors, factors.flip(0)):
-        quantized = make(Shape(1, 130, 641), 64)
+        quantized = make(Shape(1, 130, 644), 64, v_by_columns=v_by_columns)
         quantized = quantized._replace(
             descale_k=quantized.descale_k * factors.clamp(0.1, 10), descale_v=quantized.descale_v * of_v
         )
@@ -287,16 +326,17 @@ OPTIMISTS = {
 }
 
 
+@both_layouts
 @full_and_causal
 @pytest.mark.parametrize(("head_dim", "config"), OPTIMISTS.values(), ids=OPTIMISTS)
-def test_maxima_that_come_late(head_dim, config, causal):
+def test_maxima_that_come_late(head_dim, config, causal, v_by_columns):
     """P outgrows e4m3 a little, a lot, or beyond all fp32 numbers, in some rows of a warp and not in others.
 
     Scores are exact: Q holds FACTORS, K ones, and the scales of K are the scores.
     """
     shape = Shape(1, 200, 640, 4, 2)
     for name, scores in LATE_MAXIMA.items():
-        q, k, v, descale_q, descale_k, descale_v = make(shape, head_dim)
+        q, k, v, descale_q, descale_k, descale_v = make(shape, head_dim, v_by_columns=v_by_columns)
         factors = torch.tensor(FACTORS, device="cuda").repeat(-(-shape.seqlen_q // len(FACTORS)))[: shape.seqlen_q]
         quantized = fa3.Quantized(
             factors[None, :, None, None].expand(q.shape).to(E4M3),
@@ -311,18 +351,22 @@ def test_maxima_that_come_late(head_dim, config, causal):
         check((name, causal), results, expect(quantized, causal=causal), ROUNDING_OF_ALL)
 
 
+@both_layouts
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_first_key_of_a_row_in_a_block_that_all_see(head_dim):
+def test_the_first_key_of_a_row_in_a_block_that_all_see(head_dim, v_by_columns):
     """Behind it lie blocks of which the row sees nothing: it has no shift yet."""
-    tile_n = default_fp8_config(Problem(1, 200, 600, 2, 2, head_dim, dtype=E4M3, causal=True)).tile_n
+    problem = Problem(1, 200, 600, 2, 2, head_dim, dtype=E4M3, causal=True)
+    tile_n = default_fp8_config(problem, v_by_columns).tile_n
     for blocks in (1, 2, 5):
         offset = blocks * tile_n - 1  # query i faces key i + offset
-        hold([Shape(1, 300, 300 + offset), Shape(2, 130, 130 + offset, 4, 2)], head_dim, causal=True)
+        shapes = [Shape(1, 301, 301 + offset), Shape(2, 133, 133 + offset, 4, 2)]
+        hold(shapes, head_dim, v_by_columns, causal=True)
 
 
+@both_layouts
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_a_key_that_is_nan_is_seen_by_its_own_rows_alone(head_dim):
-    quantized, first = make(Shape(1, 300, 300, 4, 2), head_dim), 200
+def test_a_key_that_is_nan_is_seen_by_its_own_rows_alone(head_dim, v_by_columns):
+    quantized, first = make(Shape(1, 300, 300, 4, 2), head_dim, v_by_columns=v_by_columns), 200
     quantized.k.view(torch.uint8)[:, first] = 0x7F
     out, lse = attend(quantized, causal=True)
     assert out[:, first:].isnan().all()

@@ -6,7 +6,7 @@ import pytest
 
 from fa3.quantize import PIECE, Quantize, QuantizeConfig, build_quantize
 from fa_common.compile import KernelKey
-from fa_common.report import SHARED_MEMORY_LIMIT, report
+from fa_common.report import SHARED_MEMORY_LIMIT, KernelReport, report
 
 REGISTERS_OF_SM = 65_536
 
@@ -37,13 +37,47 @@ KERNELS = [
     (224, "block", False, "bfloat16", "packed"),
     (224, "block", False, "float16", "packed"),
 ]
+BY_COLUMNS = [
+    (16, "block", True, "bfloat16"),
+    (48, "block", True, "float32"),
+    (64, "block", True, "bfloat16"),
+    (80, "scale", False, "float16"),
+    (128, "block", True, "bfloat16"),
+    (128, "scale", True, "float32"),
+    (144, "block", True, "bfloat16"),
+    (192, "block", False, "bfloat16"),
+    (256, "block", True, "bfloat16"),
+    (256, "scale", True, "float32"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "stage", "hadamard", "dtype", "sequences"), KERNELS)
 def test_kernel(head_dim: int, stage: str, hadamard: bool, dtype: str, sequences: str):
-    config = QuantizeConfig(stage, hadamard)
-    key = KernelKey("fa3", "quantize", dtype, head_dim, causal=False, config=config, sequences=sequences)
+    hold(head_dim, stage, hadamard, dtype, sequences)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "stage", "hadamard", "dtype"), BY_COLUMNS)
+def test_kernel_that_makes_v_by_columns(head_dim: int, stage: str, hadamard: bool, dtype: str):
+    kernel = hold(head_dim, stage, hadamard, dtype, v_by_columns=True)
+    assert kernel.instructions["LDSM"] == (2 if head_dim > 128 and head_dim % 32 else 4)
+    assert kernel.instructions["BAR"]
+
+
+def hold(
+    head_dim: int, stage: str, hadamard: bool, dtype: str, sequences: str = "dense", v_by_columns: bool = False
+) -> KernelReport:
+    key = KernelKey(
+        "fa3",
+        "quantize",
+        dtype,
+        head_dim,
+        causal=False,
+        config=QuantizeConfig(stage, hadamard),
+        sequences=sequences,
+        v_by_columns=v_by_columns,
+    )
     kernel = report(key, build_quantize)
     assert not kernel.problems(), "; ".join(kernel.problems())
     assert kernel.shared_memory <= SHARED_MEMORY_LIMIT
@@ -64,3 +98,4 @@ def test_kernel(head_dim: int, stage: str, hadamard: bool, dtype: str, sequences
     assert not kernel.instructions["MEMBAR"]
     # A division is three instructions: none calls a function.
     assert not kernel.instructions["CALL"]
+    return kernel

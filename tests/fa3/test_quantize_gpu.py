@@ -12,6 +12,7 @@ from torch import Tensor
 from fa3 import algorithm, quantize_launch
 from fa3.config import KV_BLOCK, Q_BLOCK
 from fa3.fp8 import random_signs
+from fa3.fp8_launch import strides_by_columns
 from fa3.quantize_launch import prepare
 from fa_common.problem import Problem
 
@@ -21,7 +22,7 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 144, 192, 240, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCALES = ("block", "head", "tensor")
 BLOCKS = (Q_BLOCK, KV_BLOCK, KV_BLOCK)
-SEQLENS = ((1, 1), (63, 127), (64, 128), (65, 129), (300, 513), (1000, 77))
+SEQLENS = ((1, 1), (63, 127), (64, 128), (65, 129), (300, 513), (1000, 77), (9, 16), (64, 144), (130, 1072))
 CANARY = 1e4  # in no tensor, and more than any of them holds
 
 every_scale = pytest.mark.parametrize("scales", SCALES)
@@ -68,7 +69,9 @@ def check(results: tuple[Tensor, ...], tensors: tuple[Tensor, ...], scales: str,
     is_exact = not hadamard or (head_dim & -head_dim).bit_length() % 2  # an even power of two has a root that is one
     results, reference = [x.cpu() for x in results], expected(tensors, scales, hadamard)
     for what, x, y in zip("qkv", results[:3], reference[:3], strict=True):
-        assert (x.dtype, x.shape, x.is_contiguous()) == (torch.float8_e4m3fn, y.shape, True), (name, what)
+        assert (x.dtype, x.shape) == (torch.float8_e4m3fn, y.shape), (name, what)
+        strides = strides_by_columns(y.shape) if what == "v" else None
+        assert x.stride() == (strides or y.contiguous().stride()), (name, what)
         steps = (places(x) - places(y)).abs()
         if is_exact or what == "v":
             assert not steps.any(), f"{name}: {what} differs in {steps.count_nonzero()} of {steps.numel()} values"
@@ -96,8 +99,9 @@ def run(
 @rotated_or_not
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(head_dim, hadamard, scales):
-    tensors = make(head_dim=head_dim)
-    check(run(tensors, scales, hadamard), tensors, scales, hadamard)
+    for num_keys in (513, 528):  # V by rows, and by columns
+        tensors = make((300, num_keys), head_dim=head_dim)
+        check(run(tensors, scales, hadamard), tensors, scales, hadamard, num_keys)
 
 
 @every_scale
@@ -233,6 +237,8 @@ def test_packed(head_dim, hadamard, scales):
                 assert (descale[..., number:] == 1).all()
             descales = [x[..., :number] for x, number in zip(descales, used, strict=True)]
         values = [x[None, r].contiguous() for x, r in zip(results[:3], rows, strict=True)]
+        if strides := strides_by_columns(values[2].shape):
+            values[2] = torch.empty_strided(values[2].shape, strides, dtype=values[2].dtype).copy_(values[2])
         check([*values, *descales], one, scales, hadamard, i)
 
 
@@ -247,21 +253,23 @@ def test_empty(scales):
 
 
 @every_scale
+@pytest.mark.parametrize("num_keys", [129, 144], ids=["V by rows", "V by columns"])
 @pytest.mark.parametrize("head_dim", [48, 256])
-def test_nothing_around_the_results_is_written(head_dim, scales, monkeypatch):
+def test_nothing_around_the_results_is_written(head_dim, num_keys, scales, monkeypatch):
     """Every result in the middle of a buffer of its own, whose margins keep what they held."""
     buffers, margin = [], 4096
 
-    def allocation(shape, dtype, device):
+    def allocation(shape, dtype, device, strides=None):
         def allocate():
             size = torch.Size(shape).numel() * dtype.itemsize
             buffer = torch.full((margin + size + margin,), 0xA5, dtype=torch.uint8, device=device)
             buffers.append((buffer, size))
-            return buffer[margin : margin + size].view(dtype).view(shape)
+            tensor = buffer[margin : margin + size].view(dtype)
+            return tensor.as_strided(shape, strides) if strides else tensor.view(shape)
 
         return allocate
 
-    tensors = make((65, 129), head_dim=head_dim)
+    tensors = make((65, num_keys), head_dim=head_dim)
     with monkeypatch.context() as patched:
         patched.setattr(quantize_launch, "allocation", allocation)
         results = run(tensors, scales, True)

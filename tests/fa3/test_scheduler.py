@@ -1,13 +1,17 @@
-"""Which key blocks a warpgroup takes, computed by the kernel's own lines on Python's numbers."""
+"""Which tile a number is and which key blocks a warpgroup takes, by the kernel's own lines on Python's numbers."""
 
+import heapq
 import types
+from collections.abc import Iterable
+from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.problems import grid
 from fa3 import scheduler
-from fa3.config import Config
+from fa3.config import Config, default_config
 from fa3.scheduler import Scheduler, Sizes, Tile, Work
 from fa_common import tiles
 
@@ -23,6 +27,7 @@ def plain_numbers():
         for module in (scheduler, tiles):
             patch.setattr(module, "cutlass", cutlass)
             patch.setattr(module, "cute", cute)
+        patch.setattr(scheduler, "Int32", int)
         patch.setattr(tiles, "const_expr", bool)
         patch.setattr(tiles, "Int32", int)
         yield
@@ -64,3 +69,49 @@ def test_splits_share_out_every_block_that_a_warpgroup_sees(tile_m, tile_n, seql
             assert all(taken.count(n) == 1 for n in range(seen.begin, seen.end))
         # Whatever it takes besides, it masks.
         assert whole == [n for n in range(seen.begin, seen.end) if not seen.is_masked(n)]
+
+
+# ---- Longest tiles first
+
+
+def places(num_m_blocks: int, num_heads: int, section: int) -> list[tuple[int, int]]:
+    """(m_block, head) of every tile, in the order of their numbers."""
+    facts = types.SimpleNamespace(lpt_order=True)
+    schedule = Scheduler(facts, None, None, None, num_m_blocks, None)
+    return [schedule.place(i, num_m_blocks, num_heads, section) for i in range(num_m_blocks * num_heads)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(num_m_blocks=st.integers(1, 9), num_heads=st.integers(1, 40), section=st.integers(1, 40))
+def test_sections_of_heads_one_after_the_other_each_from_the_longest_tiles_on(num_m_blocks, num_heads, section):
+    section = min(section, num_heads)
+    order = places(num_m_blocks, num_heads, section)
+    assert len(set(order)) == num_m_blocks * num_heads
+    # The first section has what the others leave, which are whole.
+    first_heads = num_heads % section
+    of_sections = [list(group) for _, group in groupby(order, lambda tile: (tile[1] - first_heads) // section)]
+    assert len(of_sections) == -(-num_heads // section)
+    for one in of_sections:
+        lengths = [m_block for m_block, _ in one]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def time_of_the_slowest(lengths: Iterable[int], num_ctas: int = 132) -> float:
+    """Of CTAs that draw tiles of these lengths in this order, over what it would be if all were equally busy."""
+    lengths = list(lengths)
+    busy_until = [0] * num_ctas
+    for length in lengths:
+        heapq.heapreplace(busy_until, busy_until[0] + length)
+    return max(busy_until) * num_ctas / sum(lengths)
+
+
+@pytest.mark.parametrize("problem", grid(masks=["causal"], seqlens=[1024, 2048, 4096, 8192, 16384]), ids=str)
+def test_no_cta_is_late(problem):
+    """Sections of 7, 7, 7, 7 and 4 of 32 heads, at head_dim 256 and 4096 keys, once cost a tenth of the time."""
+    config = default_config(problem)
+    num_m_blocks, num_heads = -(-problem.seqlen_q // config.tile_m), problem.batch * problem.heads_q
+    section = scheduler.heads_of_section(4 * problem.head_dim * problem.seqlen_k, 1, num_heads)
+    blocks = [
+        -(-(m_block + 1) * config.tile_m // config.tile_n) for m_block, _ in places(num_m_blocks, num_heads, section)
+    ]
+    assert time_of_the_slowest(blocks) < 1.05
