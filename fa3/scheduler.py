@@ -94,6 +94,7 @@ class Sizes:
     cu_seqlens_k: cute.Tensor | None  # cached: (batch,) lengths in use, None if all is used
     num_splits: Int32
     section: Int32  # how many heads, of all sequences, lpt_order takes together
+    lacking: Int32  # of the first section's heads
     group: Int32  # rows of a tile that belong to one query: 1, with pack_gqa the query heads of a K/V head
 
 
@@ -158,24 +159,22 @@ class Scheduler:
             offset_q, offset_k = sizes.cu_seqlens_q[batch], sizes.cu_seqlens_k[batch]
             seqlen_q, seqlen_k = sizes.cu_seqlens_q[batch + 1] - offset_q, sizes.cu_seqlens_k[batch + 1] - offset_k
             num_m_blocks = self.m_blocks_of(seqlen_q)
-            m_block, head = self.place(number, num_m_blocks, sizes.heads, sizes.heads)
+            m_block, head = self.place(number, num_m_blocks, sizes.heads, Int32(0))
             return Tile(self.member(m_block), head, batch, Int32(0), offset_q, offset_k, seqlen_q, seqlen_k)
         split = number % sizes.num_splits
-        num_heads = sizes.heads * sizes.batch
-        m_block, head = self.place(number // sizes.num_splits, self.num_m_blocks, num_heads, sizes.section)
+        number = number // sizes.num_splits
+        m_block, head = self.place(number, self.num_m_blocks, sizes.section, sizes.lacking)
         head, batch = head % sizes.heads, head // sizes.heads
         seqlen_k = sizes.seqlen_k
         if const_expr(sizes.cu_seqlens_k is not None):
             seqlen_k = sizes.cu_seqlens_k[batch]
         return Tile(self.member(m_block), head, batch, split, Int32(0), Int32(0), sizes.seqlen_q, seqlen_k)
 
-    def place(self, number: Int32, num_m_blocks: Int32, num_heads: Int32, section: Int32) -> tuple:
-        """(m_block, head) of a number below num_m_blocks * num_heads."""
+    def place(self, number: Int32, num_m_blocks: Int32, section: Int32, lacking: Int32) -> tuple:
+        """(m_block, head) of a number below that of the tiles."""
         if not self.facts.lpt_order:
             return number % num_m_blocks, number // num_m_blocks
-        # If one section is smaller, it is the first: as the last it would be a few long tiles, begun when the other CTAs
-        # have nothing left. Numbers count as if the heads that it lacks were there and came before all.
-        lacking = (num_heads + section - 1) // section * section - num_heads
+        # Numbers count as if the heads that the first section lacks were there and came before all.
         section_number = (number + lacking * num_m_blocks) // (section * num_m_blocks)
         heads_here = section - cutlass.select_(section_number == 0, lacking, Int32(0))
         first_head = cutlass.max(section_number * section - lacking, 0)
@@ -238,7 +237,11 @@ class Scheduler:
 
 
 def heads_of_section(head_bytes: Int32, group: Int32, num_heads: Int32) -> Int32:
-    """How many of num_heads query heads make a section, given the bytes of one head's K and V, which `group` share."""
+    """How many of num_heads query heads make a section, given the bytes of one head's K and V, which `group` share.
+
+    The first section has what the others leave. The last is whole: a small one would be a few long tiles, begun when
+    all other CTAs run out of short ones.
+    """
     in_l2 = cutlass.max(SECTION_BYTES // head_bytes, 1) * group
     return cute.ceil_div(num_heads, cutlass.max(num_heads // in_l2, 1))
 
@@ -330,6 +333,8 @@ class Work:
         batch = cu_seqlens_q.shape[0] - 1 if facts.sequences == "packed" else mQ.shape[3]
         seqlen_k = cute.size(mK, mode=[0])
         head_bytes = 2 * (1 if facts.is_8_bit else 2) * facts.width * seqlen_k
+        num_heads = heads * batch
+        section = heads_of_section(head_bytes, mQ.shape[2] // mK.shape[2], num_heads)
         sizes = Sizes(
             batch=batch,
             heads=heads,
@@ -338,7 +343,8 @@ class Work:
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             num_splits=num_splits,
-            section=heads_of_section(head_bytes, mQ.shape[2] // mK.shape[2], heads * batch),
+            section=section,
+            lacking=cute.ceil_div(num_heads, section) * section - num_heads,
             group=group,
         )
         bounds = (None, Int32(0) if facts.causal else None)

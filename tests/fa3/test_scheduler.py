@@ -37,7 +37,7 @@ def work_of(tile_m: int, tile_n: int, seqlen_q: int, group: int, bounds: tuple, 
     """What `key_blocks` looks at; the rest is None."""
     config = Config(tile_m=tile_m, tile_n=tile_n, pingpong=tile_m > 64, pack_gqa=group > 1)
     facts = types.SimpleNamespace(config=config, cluster_size=1, splits=num_splits > 1)
-    sizes = Sizes(None, None, seqlen_q, None, None, None, num_splits, None, group)
+    sizes = Sizes(None, None, seqlen_q, None, None, None, num_splits, None, None, group)
     schedule = Scheduler(facts, sizes, None, None, None, None)
     return Work(facts, schedule, None, bounds, group, scale_tanh=None, scale_log2=None)
 
@@ -78,7 +78,7 @@ def places(num_m_blocks: int, num_heads: int, section: int) -> list[tuple[int, i
     """(m_block, head) of every tile, in the order of their numbers."""
     facts = types.SimpleNamespace(lpt_order=True)
     schedule = Scheduler(facts, None, None, None, num_m_blocks, None)
-    return [schedule.place(i, num_m_blocks, num_heads, section) for i in range(num_m_blocks * num_heads)]
+    return [schedule.place(i, num_m_blocks, section, -num_heads % section) for i in range(num_m_blocks * num_heads)]
 
 
 @settings(max_examples=200, deadline=None)
