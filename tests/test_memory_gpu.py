@@ -18,7 +18,9 @@ TIMEOUT_S = 240
 
 # initcheck does not see what TMA writes: of fa1 and fa2 alone.
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH")
-@pytest.mark.parametrize(("tool", "versions"), [("memcheck", ()), ("initcheck", ("fa1", "fa2"))], ids=str)
+@pytest.mark.parametrize(
+    ("tool", "versions"), [("memcheck", ()), ("initcheck", ("fa1", "fa2"))], ids=["memcheck", "initcheck"]
+)
 def test_no_bad_access(tool, versions):
     """Out of bounds or misaligned; to what nobody has written, also of results."""
     # Torch hands out parts of large allocations: without its cache each tensor is one, with bounds of its own.
