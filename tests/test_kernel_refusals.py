@@ -47,12 +47,20 @@ class DLTensor(ctypes.Structure):
 
 
 class GpuTensor:
-    """A contiguous tensor at an address of a GPU, as DLPack describes it."""
+    """A tensor at an address of a GPU, as DLPack describes it; contiguous unless strides are given."""
 
-    def __init__(self, dtype: str, *shape: int, address: int = SOMEWHERE, last_stride: int = 1):
-        strides = [last_stride]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * size)
+    def __init__(
+        self,
+        dtype: str,
+        *shape: int,
+        address: int = SOMEWHERE,
+        last_stride: int = 1,
+        strides: tuple[int, ...] | None = None,
+    ):
+        if strides is None:
+            strides = (last_stride,)
+            for size in reversed(shape[1:]):
+                strides = (strides[0] * size, *strides)
         sizes = ctypes.c_int64 * len(shape)
         self._shape, self._strides = sizes(*shape), sizes(*strides)
         code, bits = TYPES[dtype]
@@ -107,6 +115,21 @@ REFUSED_FP8 = {
     "a scale of another type": ("dtype=float32", 6, GpuTensor("float64", 2, 2, 2)),
     "no scale": ("expected Tensor", 5, None),
 }
+BY_COLUMNS = (32768, 1, 16384, 256)  # strides of V (2, 256, 2, 64) whose keys lie next to each other
+REFUSED_BY_COLUMNS = {
+    "v by rows": ("to be 1", 2, GpuTensor("float8_e4m3fn", 2, 256, 2, 64)),
+    "v off by eight": (
+        "Misaligned",
+        2,
+        GpuTensor("float8_e4m3fn", 2, 256, 2, 64, address=SOMEWHERE + 8, strides=BY_COLUMNS),
+    ),
+    "columns 264 apart": (
+        "divisible by 16",
+        2,
+        GpuTensor("float8_e4m3fn", 2, 256, 2, 64, strides=(33792, 1, 16896, 264)),
+    ),
+    "v of another length": ("to match", 2, GpuTensor("float8_e4m3fn", 2, 240, 2, 64, strides=BY_COLUMNS)),
+}
 REFUSED_QUANTIZING = {
     "k of another type": ("dtype=bfloat16", 1, GpuTensor("float16", 2, 256, 2, 64)),
     "v of another type": ("dtype=bfloat16", 2, GpuTensor("float32", 2, 256, 2, 64)),
@@ -157,17 +180,21 @@ def test_what_a_kernel_of_packed_sequences_refuses():
 
 
 @pytest.mark.slow
-def test_what_the_fp8_kernel_refuses():
+@pytest.mark.parametrize("v_by_columns", [False, True], ids=["V by rows", "V by columns"])
+def test_what_the_fp8_kernel_refuses(v_by_columns):
     """Not a scale of another shape: `fa3/fp8.py` finds a run by the shapes of the scales too."""
     problem = Problem(
         batch=2, seqlen_q=256, seqlen_k=256, heads_q=4, heads_kv=2, head_dim=64, dtype=torch.float8_e4m3fn
     )
-    key = fp8_launch.forward_key(problem, default_fp8_config(problem), torch.bfloat16)
+    config = default_fp8_config(problem, v_by_columns)
+    key = fp8_launch.forward_key(problem, config, torch.bfloat16, v_by_columns)
     q, out = (GpuTensor(dtype, 2, 256, 4, 64) for dtype in ("float8_e4m3fn", "bfloat16"))
-    k, v = (GpuTensor("float8_e4m3fn", 2, 256, 2, 64) for _ in range(2))
+    k = GpuTensor("float8_e4m3fn", 2, 256, 2, 64)
+    v = GpuTensor("float8_e4m3fn", 2, 256, 2, 64, strides=BY_COLUMNS if v_by_columns else None)
     scales = [GpuTensor("float32", 2, heads, blocks) for heads, blocks in ((4, 4), (2, 2), (2, 2))]
     tensors = [q, k, v, out, GpuTensor("float32", 2, 4, 256), *scales, None, None, None]
-    assert_each_refused(load(key, fp8_launch.build_forward), tensors, (0.1, 0.0, 0, 0, 132), REFUSED_FP8)
+    wrong = REFUSED_FP8 | (REFUSED_BY_COLUMNS if v_by_columns else {})
+    assert_each_refused(load(key, fp8_launch.build_forward), tensors, (0.1, 0.0, 0, 0, 132), wrong)
 
 
 @pytest.mark.slow
