@@ -287,6 +287,7 @@ class TmaLoads:
         # A bit for each CTA of the cluster: the copy reaches both.
         multicast = {"mcast_mask": Int16(3)} if self.config.cluster else {}
         full = pipe.producer_get_barrier(state)
+        # All boxes of a block count down the same barrier, which expects the bytes of the whole stage.
         for smem, gmem in boxes:
             cute.copy(atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=full, **multicast)
 

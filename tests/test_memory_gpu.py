@@ -22,7 +22,7 @@ TIMEOUT_S = 240
     ("tool", "versions"), [("memcheck", ()), ("initcheck", ("fa1", "fa2"))], ids=["memcheck", "initcheck"]
 )
 def test_no_bad_access(tool, versions):
-    """Out of bounds or misaligned; to what nobody has written, also of results."""
+    """Out of bounds or misaligned, or a read of what nobody has written, results included."""
     # Torch hands out parts of large allocations: without its cache each tensor is one, with bounds of its own.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     watched = [sys.executable, "-m", "tests.memory_sweep", *versions]
