@@ -1,5 +1,6 @@
 """Decoding with a cache of K and V, by the generation that has it."""
 
+import torch
 from torch import Tensor
 
 import fa3.kvcache
@@ -24,6 +25,10 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of few queries over the used part of a cache of K and V: see `fa3.flash_attn_with_kvcache`.
 
@@ -47,4 +52,8 @@ def flash_attn_with_kvcache(
         return_lse=return_lse,
         out=out,
         lse=lse,
+        descale_q=descale_q,
+        descale_k=descale_k,
+        descale_v=descale_v,
+        out_dtype=out_dtype,
     )

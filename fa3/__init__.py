@@ -30,7 +30,7 @@ epilogue.py   O and LSE out to global memory
 sync.py       warp roles, barriers, register budgets
 interface.py  tensors in, tensors out
 fp8.py        the same for q, k and v in e4m3; how they get there
-kvcache.py    the same for decoding with a cache of K and V; keys in splits
+kvcache.py    the same for decoding with a cache of K and V, in 16 bits or e4m3; keys in splits
 merge.py      the kernel that makes one result of those of the splits
 """
 

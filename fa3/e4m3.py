@@ -1,4 +1,4 @@
-"""What 8-bit floats change on chip: P rounded into an operand, and V turned around.
+"""What 8-bit floats change on chip: P rounded into an operand, V turned around, quotients rounded by `quantize`.
 
 WGMMA takes 8-bit operands only with the product's depth contiguous. Of Q, K and P it is; P V wants V's columns, the
 keys of each next to each other. And lane q of a quad holds, of each 16 keys of S, columns 2q, 2q+1, 2q+8 and 2q+9,

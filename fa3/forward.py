@@ -339,7 +339,9 @@ class Forward:
             first_row = tile.m_block * self.config.tile_m + warpgroup_index * ROWS
             scales = self.descales_of(descales, work, tile, first_row)
             share = Share(work, tile, warpgroup_index, first_row, pipes, gates, loads, scales)
-            products = Products.of(mmas, sQ, shared.sK, shared.sV, sP, warpgroup_index, self.facts)
+            row_scales = None if const_expr(scales is None) else scales.rows
+            operands = (sQ, shared.sK, shared.sV, sP)
+            products = Products.of(mmas, operands, row_scales, warpgroup_index, self.facts)
             softmax = OnlineSoftmax.start(ROWS_PER_THREAD, work.scale_log2, self.facts)
             if const_expr(self.gathers_queries):
                 gather_queries(work, tile, (warpgroup_index, first_row), tensors[0], sQ)
@@ -432,6 +434,7 @@ class Forward:
         # S is done: it is readable, and this stage of K may be refilled.
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
+        products.scale_rows()
         self.prepare_scores(blocks.end - 1, share, products, blocks.is_masked(blocks.end - 1), scales)
         softmax.of_block(scales).step(products.acc_S)  # O is still zero: nothing to rescale
         products.round_scores()
@@ -463,6 +466,7 @@ class Forward:
         share.gates.open_next()
         # S is done, and readable; overlapping, the newest product, P V, may not be.
         warpgroup.wait_group(1 if self.config.overlap_gemm_softmax else 0)
+        products.scale_rows()
         softmax = softmax.of_block(scales)
         if const_expr(self.is_optimistic(masked)):
             sums = softmax.optimistic_step(products.acc_S)

@@ -31,13 +31,14 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from fa3.config import KV_BLOCK, Q_BLOCK
 from fa3.e4m3 import Transposition
-from fa3.forward import Forward, Share
+from fa3.forward import ROWS_PER_THREAD, Forward, Share
 from fa3.loads import Shared, TmaLoads
+from fa3.products import row_of_thread
 from fa3.scheduler import NO_TILE, NUM_PLACES, Tile, Work
 from fa3.softmax import KeyScales
 from fa3.sync import PRODUCER_WARP, REGISTERS_TRANSPOSING, THREADS_PER_WARPGROUP, NamedBarrier, Pipes
 from fa_common.compile import KernelKey
-from fa_common.tiles import DTYPES, KeyBlocks, fake_lengths, fake_rows, fake_sequences
+from fa_common.tiles import DTYPES, fake_lengths, fake_rows, fake_sequences
 
 PART = 32  # keys that share a scale whatever the tile
 
@@ -51,7 +52,8 @@ class Descales:
     between the WGMMAs of S.
     """
 
-    factor: Float32  # softmax_scale * log2(e), unless a softcap follows, times the scale of Q
+    factor: Float32  # softmax_scale * log2(e), unless a softcap follows, times the scale of Q, if all rows have one
+    rows: cute.Tensor | None  # else (pack_gqa) the scale of Q of each row of this thread
     k: cute.Tensor  # (blocks,) fp32, in global memory
     v: cute.Tensor
     held: cute.Tensor  # (2, 1 or 2): factor and bias (KeyScales) of a block's first key, and of its last
@@ -113,26 +115,31 @@ class ForwardFp8(Forward):
         window_left: Int32,
         window_right: Int32,
         num_sms: Int32,
+        num_splits: Int32,
         stream,
     ):
         """As Forward's; the descales are (batch, heads, blocks) fp32, of any strides."""
         sequences = (cu_seqlens_q, cu_seqlens_k, counter)
-        numbers = (softmax_scale, softcap, window_left, window_right, Int32(1))
+        numbers = (softmax_scale, softcap, window_left, window_right, num_splits)
         descales = (descale_q, descale_k, descale_v)
         self.launch((mQ, mK, mV, mO, mLSE), sequences, numbers, num_sms, stream, descales)
 
     def descales_of(self, descales: tuple, work: Work, tile: Tile, first_row: Int32) -> Descales:
         """Those of a warpgroup's 64 rows, and of its head's K and V."""
         descale_q, descale_k, descale_v = descales
-        # A warpgroup may have no row.
-        q_block = cutlass.min(first_row // Q_BLOCK, descale_q.shape[2] - 1)
-        factor = descale_q[tile.batch, tile.head, q_block]
-        if const_expr(not self.softcap):
-            factor = factor * work.scale_log2
+        factor, rows = Float32(1.0) if self.softcap else work.scale_log2, None
+        last_q_block = descale_q.shape[2] - 1  # a warpgroup may have no row
+        if const_expr(self.config.pack_gqa):
+            rows = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+            for r in range(ROWS_PER_THREAD):
+                query, head = work.query_and_head(tile, first_row + row_of_thread(r))
+                rows[r] = descale_q[tile.batch, head, cutlass.min(query // Q_BLOCK, last_q_block)]
+        else:
+            factor = factor * descale_q[tile.batch, tile.head, cutlass.min(first_row // Q_BLOCK, last_q_block)]
         k, v = (t[tile.batch, work.head_kv(tile), None] for t in (descale_k, descale_v))
         num_blocks = 1 if KV_BLOCK % self.config.tile_n == 0 else 2
         held = cute.make_rmem_tensor((2, num_blocks), Float32)
-        return Descales(factor, k, v, held, self.config.tile_n, cutlass.max(tile.seqlen_k - 1, 0) // KV_BLOCK)
+        return Descales(factor, rows, k, v, held, self.config.tile_n, cutlass.max(tile.seqlen_k - 1, 0) // KV_BLOCK)
 
     def block_scales(self, n_block: Int32, share: Share) -> tuple[KeyScales, ...]:
         scales = [self.key_scales(share.work, *numbers) for numbers in share.descales.of(n_block)]
@@ -180,17 +187,17 @@ class TurningForwardFp8(ForwardFp8):
             loads = self.loads(work, tile, tma, tensors, shared, pipes)
             blocks = work.all_key_blocks(tile)
             if is_loading:
-                k_state, v_state = self.load_first_blocks(loads, blocks, q_phase, k_state, v_state)
+                k_state, v_state = self.load_first_blocks(work, tile, loads, q_phase, k_state, v_state)
             for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
                 self.transpose(transposition, shared, pipes, landed_state)
                 landed_state.advance()
                 if is_loading:
                     v_block = blocks.end - 1 - i - self.blocks_ahead
                     if v_block > blocks.begin:
-                        loads.load_k(v_block - 1, k_state)
+                        loads.load_k(work.existing_block(v_block - 1, tile), k_state)
                         k_state.advance()
                     if v_block >= blocks.begin:
-                        loads.load_v(v_block, v_state)
+                        loads.load_v(work.existing_block(v_block, tile), v_state)
                         v_state.advance()
             q_phase ^= 1
             if const_expr(self.config.scheduler == "dynamic"):
@@ -204,17 +211,19 @@ class TurningForwardFp8(ForwardFp8):
                 number = scheduler.following(number)
 
     @cute.jit
-    def load_first_blocks(self, loads: TmaLoads, blocks: KeyBlocks, q_phase: Int32, k_state, v_state):
+    def load_first_blocks(self, work: Work, tile: Tile, loads: TmaLoads, q_phase: Int32, k_state, v_state):
         """A tile's Q, as many blocks of V as are loaded ahead, and one of K more."""
+        blocks = work.all_key_blocks(tile)
         for i in cutlass.range_constexpr(self.blocks_ahead + 1):
             n_block = blocks.end - 1 - i
             if n_block >= blocks.begin:
-                loads.load_k(n_block, k_state)
+                existing = work.existing_block(n_block, tile)
+                loads.load_k(existing, k_state)
                 k_state.advance()
                 if const_expr(i == 0):
                     loads.load_q(q_phase)
                 if const_expr(i < self.blocks_ahead):
-                    loads.load_v(n_block, v_state)
+                    loads.load_v(existing, v_state)
                     v_state.advance()
         return k_state, v_state
 
@@ -239,29 +248,34 @@ class TurningForwardFp8(ForwardFp8):
 
 def compile_forward_fp8(key: KernelKey, options: str = ""):
     """Compiles the kernel of `key` for sm_90a; called as (q, k, v, out, lse, descale_q, descale_k, descale_v,
-    cu_seqlens_q, cu_seqlens_k, counter, softmax_scale, softcap, window_left, window_right, num_sms)."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
+    cu_seqlens_q, cu_seqlens_k, counter, softmax_scale, softcap, window_left, window_right, num_sms, num_splits)."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, num_splits = (cute.sym_int() for _ in range(6))
     head_dim, packed = key.head_dim, key.sequences == "packed"
     batch_and = () if packed else (batch,)
+    splits_and = (num_splits,) if key.splits else ()
     lengths_q = fake_lengths(cute.sym_int()) if packed else None
+    lengths_k = {"dense": None, "packed": lengths_q and fake_lengths(lengths_q.shape[0]), "cached": fake_lengths(batch)}
     kernel = ForwardFp8(key) if key.v_by_columns else TurningForwardFp8(key)
     return cute.compile(
         kernel,
         fake_bytes((*batch_and, seqlen_q, heads_q, head_dim)),
         fake_bytes((*batch_and, seqlen_k, heads_kv, head_dim)),
         fake_bytes((*batch_and, seqlen_k, heads_kv, head_dim), unit_mode=1 if key.v_by_columns else -1),
-        fake_sequences(kernel.dtype_O, (*batch_and, seqlen_q, heads_q, head_dim)),
-        fake_rows((*batch_and, heads_q, seqlen_q)),
+        fake_sequences(
+            Float32 if key.splits else kernel.dtype_O, (*splits_and, *batch_and, seqlen_q, heads_q, head_dim)
+        ),
+        fake_rows((*splits_and, *batch_and, heads_q, seqlen_q)),
         fake_scales(),
         fake_scales(),
         fake_scales(),
         lengths_q,
-        lengths_q and fake_lengths(lengths_q.shape[0]),
+        lengths_k[key.sequences],
         fake_lengths(1) if key.config.scheduler == "dynamic" else None,
         Float32(1.0),
         Float32(0.0),
         Int32(0),
         Int32(0),
+        Int32(1),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi " + options,

@@ -19,17 +19,23 @@ import torch
 from torch import Tensor
 
 from fa3 import algorithm, fp8_launch
-from fa3.config import FP8_CAPABILITIES, KV_BLOCK, Q_BLOCK, Config, check_fp8_config, default_fp8_config
+from fa3.config import KV_BLOCK, Q_BLOCK, Config, check_fp8_config, default_fp8_config
+from fa3.fp8_arguments import (
+    E4M3,
+    OUT_DTYPES,
+    Descales,
+    check_problem,
+    check_scales,
+    check_types,
+    expansions,
+    want_gradient,
+)
 from fa_common.generation import Prepared, describe_packed, describe_sequences, needs_grad, readable
 from fa_common.operators import NUM_DENSE_ARGUMENTS, SCHEMA, Arguments, from_operator, to_operator
 from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
 
-E4M3 = torch.float8_e4m3fn
 SCALES = ("tensor", "head", "block")
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)  # what can be quantized
-OUT_DTYPES = (torch.bfloat16, torch.float16)
-
-Descales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v; None is 1
 
 
 class Quantized(NamedTuple):
@@ -115,8 +121,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of e4m3 tensors; `arguments` are those of fa_common.operators.Arguments, in its order."""
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-    if torch.is_grad_enabled() and _want_gradient(q, k, v, *descales):
-        _check_types(q, k, v)
+    if torch.is_grad_enabled() and want_gradient(q, k, v, *descales):
+        check_types(q, k, v, out_dtype)
         _refuse_gradient("fp8 attention")
     if torch.compiler.is_compiling():
         _check_call(q, k, v, arguments, out_dtype)  # in the operator's string all Configs look alike
@@ -240,11 +246,11 @@ def _forward(
         raise
     if run is None:
         problem, config = _checked(q, k, v, arguments, descales, out_dtype)
-        expansions = _expansions(problem, descales, q.device)
+        expand = expansions(problem, descales, q.device)
         if problem.device == "cpu" or problem.is_empty:
-            descales = [expand(x) for expand, x in zip(expansions, descales, strict=True)]
+            descales = [expand_one(x) for expand_one, x in zip(expand, descales, strict=True)]
             return _run_algorithm(problem, config, q, k, v, descales, out_dtype)
-        run = fp8_launch.prepare(problem, config, q, k, v, expansions, out_dtype)
+        run = fp8_launch.prepare(problem, config, q, k, v, expand, out_dtype)
         # Under capture the 1 of a scale left out is made with each replay, for the graph alone.
         if not torch.cuda.is_current_stream_capturing():
             _runs.keep(key, run)
@@ -266,9 +272,8 @@ def _checked(
     arguments = Arguments(*arguments)._asdict()
     config = arguments.pop("config")
     problem = Problem.from_tensors(q, k, v, **arguments)
-    _check_problem(problem)
-    for (name, shape), descale in zip(_scale_shapes(problem).items(), descales, strict=True):
-        _check_scale(name, descale, problem, q.device, shape)
+    check_problem(problem)
+    check_scales(problem, descales, q.device)
     return problem, default_fp8_config(problem, fp8_launch.lies_by_columns(v)) if config is None else config
 
 
@@ -311,53 +316,7 @@ def _slices(lengths: Sequence[int]) -> Iterator[slice]:
     return (slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0)))
 
 
-# ---- Scales and signs
-
-
-def _scale_shapes(problem: Problem) -> dict[str, tuple[int, int, int]]:
-    """(batch, heads, blocks) of each tensor's scales."""
-    blocks_q, blocks_k = -(-problem.seqlen_q // Q_BLOCK), -(-problem.seqlen_k // KV_BLOCK)
-    of_keys = (problem.batch, problem.heads_kv, blocks_k)
-    return {
-        "descale_q": (problem.batch, problem.heads_q, blocks_q),
-        "descale_k": of_keys,
-        "descale_v": of_keys,
-    }
-
-
-def _expansions(problem: Problem, descales: Descales, device: torch.device) -> list[Callable[[Tensor | None], Tensor]]:
-    """What makes (batch, heads, blocks) of scales shaped like each of these, with stride 0 where several share one.
-
-    Views, except of the scales of the heads of k and v for more query heads.
-    """
-    one = _one(device) if any(x is None for x in descales) else None
-    return [
-        _expansion(descale, one, shape)
-        for descale, shape in zip(descales, _scale_shapes(problem).values(), strict=True)
-    ]
-
-
-def _expansion(
-    descale: Tensor | None, one: Tensor | None, of_blocks: tuple[int, int, int]
-) -> Callable[[Tensor | None], Tensor]:
-    if descale is None:
-        ones = one.expand(of_blocks)
-        return lambda _: ones
-    if descale.shape == of_blocks:
-        return lambda x: x
-    if descale.ndim < 2:
-        return lambda x: x.as_strided(of_blocks, (0, 0, 0))  # takes two thirds of the time of `expand`
-    (_, heads_kv), (_, heads, _) = descale.shape, of_blocks
-    if heads == heads_kv:
-        return lambda x: x.as_strided(of_blocks, (*x.stride(), 0))
-    return lambda x: x.repeat_interleave(heads // heads_kv, 1).as_strided(of_blocks, (heads, 1, 0))
-
-
-def _one(device: torch.device) -> Tensor:
-    """The scale 1, which any stream may read: a copy from the CPU waits until it is there. A capture cannot wait."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.ones((), device=device)
-    return torch.ones(()).to(device)
+# ---- Signs
 
 
 @functools.lru_cache
@@ -370,78 +329,18 @@ def random_signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
 # ---- Checks
 
 
-def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That q, k and v are all e4m3; whether they are tensors at all a Problem checks."""
-    dtypes = [x.dtype for x in (q, k, v) if isinstance(x, Tensor)]
-    if E4M3 in dtypes and set(dtypes) != {E4M3}:
-        names = ", ".join(map(str, dtypes))
-        raise ValueError(f"q, k and v must all be {E4M3}; got {names}; quantize(q, k, v) makes all three")
-    if dtypes and dtypes[0] in OUT_DTYPES:
-        raise ValueError(
-            f"descale_q, descale_k, descale_v and out_dtype are for {E4M3} tensors; got {dtypes[0]}; leave them out, "
-            "or quantize(q, k, v) first"
-        )
-    if dtypes and dtypes[0] != E4M3:
-        name = str(dtypes[0]).removeprefix("torch.")
-        raise UnsupportedProblem(
-            f"fa3 cannot run this problem: it takes float8_e4m3fn, float16 or bfloat16, not {name}: "
-            "quantize(q, k, v) makes float8_e4m3fn"
-        )
-
-
-def _want_gradient(*tensors: Tensor | None) -> bool:
-    """Whether one of them requires a gradient; what is no tensor the checks to come name."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
 def _refuse_gradient(what: str) -> None:
     raise UnsupportedProblem(f"{what} has no gradient: call under torch.no_grad(), or detach() what it is given")
 
 
 def _check_call(q: Tensor, k: Tensor, v: Tensor, arguments: tuple, out_dtype: torch.dtype) -> None:
     """What can be said of a call before it is a Problem."""
-    _check_types(q, k, v)
-    if out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float16; got {out_dtype}; convert out afterwards")
+    check_types(q, k, v, out_dtype)
     config = Arguments(*arguments).config
     if config is not None and type(config) is not Config:
         raise TypeError(f"config must be a fa3.Config; got a {type(config).__name__}; leave it out for the default")
     if config is not None:
         check_fp8_config(config)
-
-
-def _check_problem(problem: Problem) -> None:
-    """That fp8 has this head_dim, and a kernel where the tensors are."""
-    if problem.head_dim not in FP8_CAPABILITIES.head_dims:
-        raise UnsupportedProblem(
-            f"fp8 attention takes head_dims that are multiples of 16 up to 256; got {problem.head_dim}; pad q, k and v "
-            "with zeros, given the softmax_scale of the head_dim before padding"
-        )
-    if problem.device != "cpu" and problem.arch not in FP8_CAPABILITIES.archs:
-        raise UnsupportedProblem(
-            f"fp8 attention runs on sm_90, this GPU is sm_{problem.arch}: move q, k and v there, or to the CPU"
-        )
-
-
-def _check_scale(
-    name: str, descale: Tensor | None, problem: Problem, device: torch.device, of_blocks: tuple[int, int, int]
-) -> None:
-    if descale is None:
-        return
-    if not isinstance(descale, Tensor):
-        raise TypeError(f"{name} must be a float32 tensor, or None for 1; got {type(descale).__name__}")
-    if descale.dtype != torch.float32:
-        raise ValueError(f"{name} must be float32; got {descale.dtype}; convert with .to(torch.float32)")
-    if descale.device != device:
-        raise ValueError(f"{name} must be on the device of q, {device}; got {descale.device}; move with .to(device)")
-    of_heads = (problem.batch, problem.heads_kv)
-    if descale.shape not in ((), (1,), of_heads, of_blocks):
-        raise ValueError(
-            f"{name} must be () or (1,) for one scale, {of_heads} for one of each sequence and head of k and v, or "
-            f"{of_blocks} for one of each block; got {tuple(descale.shape)}; quantize(q, k, v) makes them"
-        )
-    if problem.device == "cpu" and not (descale.isfinite() & (descale > 0)).all():
-        raise ValueError(f"{name} must be positive and finite; got {descale.min().item()} to {descale.max().item()}")
 
 
 def _check_quantization(
@@ -450,7 +349,7 @@ def _check_quantization(
     """The problem whose tensors are quantized, or the error that names what is wrong or lacking."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     problem = Problem.from_tensors(q, k, v, **dict(zip(names, sequences, strict=True)))
-    _check_problem(problem)
+    check_problem(problem)
     if problem.dtype not in SOURCES:
         raise ValueError(
             f"quantize takes {', '.join(map(str, SOURCES))}; got {problem.dtype}; convert q, k and v with .to(dtype)"

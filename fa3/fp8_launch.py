@@ -22,18 +22,18 @@ def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    expansions: Sequence[Callable[[Tensor | None], Tensor]],
+    expand: Sequence[Callable[[Tensor | None], Tensor]],
     out_dtype: torch.dtype,
 ) -> Run:
     """Compiles or loads the kernel and makes every choice of a call whose tensors are laid out like these.
 
-    Each of `expansions` makes (batch, heads, blocks) of the descale of q, k or v that a call is given.
+    Each of `expand` makes (batch, heads, blocks) of the descale of q, k or v that a call is given.
     """
     v_by_columns = lies_by_columns(v)
     kernel = load(forward_key(problem, config, out_dtype, v_by_columns), build_forward)
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, num_sms)
-    expand_q, expand_k, expand_v = expansions
+    numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, num_sms, 1)  # no splits
+    expand_q, expand_k, expand_v = expand
     must_copy = any(map(is_unreadable, (q, k) if v_by_columns else (q, k, v)))
     allocate_out = allocation(q.shape, out_dtype, q.device)
     allocate_lse = allocation(lse_shape(q), torch.float32, q.device)

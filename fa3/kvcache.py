@@ -6,6 +6,8 @@ few tiles for that. As in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023), keys 
     one split      queries -> forward.py                                       -> out, lse
     several        queries -> forward.py, a CTA for each split -> parts, fp32  -> merge.py -> out, lse
 
+In FP8 it is forward_fp8.py that attends, to half the bytes; the rest is the same.
+
 Every call with tensors laid out as in an earlier one runs what that one prepared: see fa_common/generation.py.
 """
 
@@ -17,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa3 import algorithm
-from fa3.config import Config, default_config, few_queries_config
+from fa3 import algorithm, fp8_launch
+from fa3.config import Config, default_config, default_fp8_config, few_queries_config, few_queries_fp8_config
+from fa3.fp8_arguments import E4M3, Descales, check_problem, check_scales, check_types, expansions, want_gradient
 from fa3.interface import GENERATION, build_forward
-from fa_common.compile import KernelKey, load
+from fa_common.compile import Build, KernelKey, load
 from fa_common.generation import ALIGNMENT, CONTIGUOUS, Prepared, allocation, check_outputs, is_unreadable
 from fa_common.problem import Problem, UnsupportedProblem, Window, lse_shape
 
@@ -35,8 +38,8 @@ TILE_US = 1.5  # until a tile's first block has come, and its O has gone
 MERGE_US = 2.0  # one kernel more
 WORTHWHILE = 0.98  # of the time without splits, or less
 
-# given q, k_cache, v_cache, cache_seqlens, out, lse
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+# given q, k_cache, v_cache, cache_seqlens, descales, out, lse
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Descales, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 _runs = Prepared()
 
@@ -55,12 +58,19 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_func` of few queries over the used part of a cache of K and V, for decoding. It has no gradient.
 
     q is (batch, seqlen_q, heads_q, head_dim), k_cache and v_cache are (batch, seqlen_cache, heads_kv, head_dim). The
     caches are read in place: views of larger tensors with a unit last stride and others of multiples of 16 bytes. What
     they hold beyond cache_seqlens is never looked at. New keys and values are for the caller to write, before the call.
+
+    In FP8, q and both caches are float8_e4m3fn and stand for their products with descale_q, descale_k and descale_v, as
+    in flash_attn_func; a cache of V lies by rows, which `quantize` makes of it with `.contiguous()`.
 
     Args:
         cache_seqlens: int32 (batch,), how many keys of each sequence are in use, on the device of q; None for all.
@@ -70,22 +80,25 @@ def flash_attn_with_kvcache(
             the batch; for bits that do not, name a number.
         return_lse: whether to return the log-sum-exp of each row of scores too.
         out, lse: written if given, allocated if not.
+        descale_q, descale_k, descale_v, out_dtype: FP8 only, as in flash_attn_func; the blocks of k and v count from
+            the start of the cache, all of which have a place: (batch, heads_kv, ceil(seqlen_cache / 128)).
 
     Returns:
-        out, of q's shape and dtype; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) float32, natural
-        logarithm. A query that sees no key gets out 0 and lse -inf.
+        out, of q's shape and dtype or out_dtype; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) float32,
+        natural logarithm. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
         UnsupportedProblem: fa3 lacks it, or a gradient is asked for.
         TypeError, ValueError: an argument is wrong. The values in cache_seqlens are checked on a CPU only: on a GPU
             that would wait for it, and a length beyond the cache's is undefined there.
     """
-    arguments = (softmax_scale, causal, window_size, softcap, num_splits)
+    descales = (descale_q, descale_k, descale_v)
+    arguments = (softmax_scale, causal, window_size, softcap, num_splits, out_dtype)
     if torch.compiler.is_compiling():
-        results = _call_operator(q, k_cache, v_cache, cache_seqlens, arguments)
+        results = _call_operator(q, k_cache, v_cache, cache_seqlens, descales, arguments)
         out, lse = (x if given is None else given.copy_(x) for x, given in zip(results, (out, lse), strict=True))
     else:
-        out, lse = _attend(q, k_cache, v_cache, cache_seqlens, arguments, out, lse)
+        out, lse = _attend(q, k_cache, v_cache, cache_seqlens, descales, arguments, out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -94,24 +107,29 @@ def _attend(
     k_cache: Tensor,
     v_cache: Tensor,
     cache_seqlens: Tensor | None,
+    descales: Descales,
     arguments: tuple,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs what was prepared for a call like this one, now or earlier."""
-    tensors = (q, k_cache, v_cache, cache_seqlens, out, lse)
+    tensors = (q, k_cache, v_cache, cache_seqlens, descales, out, lse)
     try:
-        if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        is_8_bit = q.itemsize == 1
+        want_it = q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
+        if (want_it or (is_8_bit and want_gradient(*descales))) and torch.is_grad_enabled():
             _refuse_gradient()
         given = None
         if out is not None or lse is not None:
             given = (out is None or (out.stride(), out.get_device()), lse is None or (lse.get_device(),))
         device_of_lengths = None if cache_seqlens is None else cache_seqlens.get_device()
+        # The kernel holds the shapes of the scales against nothing.
+        scales = [None if x is None else (x.shape, x.get_device()) for x in descales] if is_8_bit else descales
         # As in fa_common/generation.py: what the choices depend on, and what a kernel does not check.
         # fmt: off
         key = (
             q.shape, q.stride(), q.dtype, q.get_device(), k_cache.shape, k_cache.stride(), k_cache.get_device(),
-            v_cache.stride(), v_cache.get_device(), device_of_lengths, arguments, given,
+            v_cache.stride(), v_cache.get_device(), device_of_lengths, *scales, arguments, given,
         )
         # fmt: on
         run = _runs.get(key)
@@ -119,32 +137,37 @@ def _attend(
         _checked(*tensors, arguments)  # raises the error that names it
         raise
     if run is None:
-        problem, num_splits = _checked(*tensors, arguments)
+        problem, num_splits, out_dtype = _checked(*tensors, arguments)
         if problem.device == "cpu" or problem.is_empty:
-            return _run_algorithm(problem, num_splits, *tensors)
-        run = _prepare(problem, num_splits, q, cache_seqlens is not None)
-        _runs.keep(key, run)
+            return _run_algorithm(problem, num_splits, out_dtype, *tensors)
+        run = _prepare(problem, num_splits, out_dtype, q, cache_seqlens is not None, descales)
+        # As in fp8.py: under capture a scale left out belongs to the graph alone.
+        if not torch.cuda.is_current_stream_capturing():
+            _runs.keep(key, run)
     try:
         return run(*tensors)
     except (TypeError, ValueError):  # a kernel's refusal
         if q.data_ptr() % ALIGNMENT == 0:
             _checked(*tensors, arguments)
             raise
-    return _attend(q.clone(memory_format=CONTIGUOUS), k_cache, v_cache, cache_seqlens, arguments, out, lse)
+    return _attend(q.clone(memory_format=CONTIGUOUS), k_cache, v_cache, cache_seqlens, descales, arguments, out, lse)
 
 
-def _prepare(problem: Problem, num_splits: int, q: Tensor, has_lengths: bool) -> Run:
+def _prepare(
+    problem: Problem, num_splits: int, out_dtype: torch.dtype, q: Tensor, has_lengths: bool, descales: Descales
+) -> Run:
     """Compiles or loads the kernels and makes every choice of a call whose tensors are laid out like these."""
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     config = decode_config(problem)
     num_splits = num_splits or choose_splits(problem, config, num_sms)
-    attend = load(attention_key(problem, config, num_splits, has_lengths), build_forward)
-    merge = load(merge_key(problem), build_merge) if num_splits > 1 else None
+    attend = load(*attention_kernel(problem, config, num_splits, has_lengths, out_dtype))
+    merge = load(merge_key(problem.head_dim, out_dtype), build_merge) if num_splits > 1 else None
+    expand = expansions(problem, descales, q.device) if problem.dtype == E4M3 else []
     numbers = (problem.softmax_scale, problem.softcap, *problem.bounds, num_sms, num_splits)
     copy_q = is_unreadable(q)
-    allocate_out = torch.empty_like
-    if not (copy_q or q.is_contiguous()):
-        allocate_out = functools.partial(torch.empty_like, memory_format=CONTIGUOUS)
+    allocate_out = functools.partial(torch.empty_like, dtype=out_dtype, memory_format=CONTIGUOUS)
+    if q.is_contiguous() and q.dtype == out_dtype:
+        allocate_out = torch.empty_like  # quicker without arguments
     shapes = (lse_shape(q), (num_splits, *q.shape), (num_splits, *lse_shape(q)))
     allocate_lse, allocate_parts, allocate_their_lse = (allocation(x, torch.float32, q.device) for x in shapes)
 
@@ -153,6 +176,7 @@ def _prepare(problem: Problem, num_splits: int, q: Tensor, has_lengths: bool) ->
         k_cache: Tensor,
         v_cache: Tensor,
         cache_seqlens: Tensor | None,
+        descales: Descales,
         out: Tensor | None,
         lse: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -162,11 +186,12 @@ def _prepare(problem: Problem, num_splits: int, q: Tensor, has_lengths: bool) ->
             out = allocate_out(q)
         if lse is None:
             lse = allocate_lse()
+        scales = [expand_one(x) for expand_one, x in zip(expand, descales, strict=False)]  # none of 16-bit tensors
         if merge is None:
-            attend(q, k_cache, v_cache, out, lse, None, cache_seqlens, None, *numbers)
+            attend(q, k_cache, v_cache, out, lse, *scales, None, cache_seqlens, None, *numbers)
         else:
             out_split, lse_split = allocate_parts(), allocate_their_lse()
-            attend(q, k_cache, v_cache, out_split, lse_split, None, cache_seqlens, None, *numbers)
+            attend(q, k_cache, v_cache, out_split, lse_split, *scales, None, cache_seqlens, None, *numbers)
             merge(out_split, lse_split, out, lse)
         return out, lse
 
@@ -176,18 +201,30 @@ def _prepare(problem: Problem, num_splits: int, q: Tensor, has_lengths: bool) ->
 def _run_algorithm(
     problem: Problem,
     num_splits: int,
+    out_dtype: torch.dtype,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     cache_seqlens: Tensor | None,
+    descales: Descales,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The run that needs no kernel: the algorithm, one sequence after the other, or a result without any score."""
-    out = q.new_empty(q.shape) if out is None else out
+    """The run that needs no kernel: the algorithm, one sequence after the other, or a result without any score.
+
+    In FP8 it leaves the keys of a sequence together: what splits change there is the order of sums alone.
+    """
+    out = q.new_empty(q.shape, dtype=out_dtype) if out is None else out
     lse = q.new_empty(lse_shape(q), dtype=torch.float32) if lse is None else lse
+    forward, scales = algorithm.forward, []
+    if problem.dtype == E4M3:
+        forward = functools.partial(algorithm.forward_fp8, out_dtype=out_dtype)
+        expand = expansions(problem, descales, q.device)
+        scales = [expand_one(x) for expand_one, x in zip(expand, descales, strict=True)]
+    elif num_splits > 1:
+        forward = functools.partial(algorithm.forward_split, num_splits=num_splits)
     forward = functools.partial(
-        algorithm.forward if num_splits <= 1 else functools.partial(algorithm.forward_split, num_splits=num_splits),
+        forward,
         softmax_scale=problem.softmax_scale,
         causal=problem.causal,
         window=problem.window,
@@ -203,7 +240,8 @@ def _run_algorithm(
         for i, length in enumerate(lengths):
             if length > 0:
                 one = slice(i, i + 1)
-                out[one], lse[one] = forward(q[one], k_cache[one, :length], v_cache[one, :length])
+                used = (q[one], k_cache[one, :length], v_cache[one, :length], *(x[one] for x in scales))
+                out[one], lse[one] = forward(*used)
     return out, lse
 
 
@@ -215,10 +253,14 @@ def decode_config(problem: Problem) -> Config:
 
     The query heads that share a head of K and V are rows of one tile, so that it is read once for all of them.
     """
+    is_8_bit = problem.dtype == E4M3
     if problem.seqlen_q * problem.group > 64:
+        config = default_fp8_config(problem) if is_8_bit else default_config(problem)
         # The launch brings no counter to draw tiles from.
-        return replace(default_config(problem), scheduler="static")
+        return replace(config, scheduler="static")
     stages = 4 if problem.head_dim <= 64 else 3 if problem.head_dim <= 192 else 2
+    if is_8_bit:
+        return replace(few_queries_fp8_config(problem), stages=2 * stages, pack_gqa=problem.group > 1)
     return replace(few_queries_config(problem), stages=stages, pack_gqa=problem.group > 1)
 
 
@@ -268,15 +310,21 @@ def _num_key_blocks(problem: Problem, config: Config) -> int:
 # ---- Kernels
 
 
-def attention_key(problem: Problem, config: Config, num_splits: int, has_lengths: bool) -> KernelKey:
-    """The attention kernel of a call; without lengths it is that of a dense one."""
-    key = GENERATION.forward_key(problem, config)
-    return replace(key, sequences="cached" if has_lengths else "dense", splits=num_splits > 1)
+def attention_kernel(
+    problem: Problem, config: Config, num_splits: int, has_lengths: bool, out_dtype: torch.dtype
+) -> tuple[KernelKey, Build]:
+    """The attention kernel of a call, and what compiles it; without lengths it is that of a dense one."""
+    if problem.dtype == E4M3:
+        key, build = fp8_launch.forward_key(problem, config, out_dtype, False), fp8_launch.build_forward
+    else:
+        key, build = GENERATION.forward_key(problem, config), build_forward
+    return replace(key, sequences="cached" if has_lengths else "dense", splits=num_splits > 1), build
 
 
-def merge_key(problem: Problem) -> KernelKey:
+def merge_key(head_dim: int, out_dtype: torch.dtype) -> KernelKey:
     """The kernel that merges a call's splits."""
-    return KernelKey("fa3", "merge", problem.dtype_name, problem.head_dim, causal=False, config=None)
+    name = str(out_dtype).removeprefix("torch.")
+    return KernelKey("fa3", "merge", name, head_dim, causal=False, config=None)
 
 
 def build_merge(key: KernelKey, options: str = "") -> Any:
@@ -294,20 +342,30 @@ def _checked(
     k_cache: Tensor,
     v_cache: Tensor,
     cache_seqlens: Tensor | None,
+    descales: Descales,
     out: Tensor | None,
     lse: Tensor | None,
     arguments: tuple,
-) -> tuple[Problem, int]:
-    """The problem and num_splits, or the error that names what is wrong or lacking."""
-    softmax_scale, causal, window_size, softcap, num_splits = arguments
+) -> tuple[Problem, int, torch.dtype]:
+    """The problem, num_splits and the type of out, or the error that names what is wrong or lacking."""
+    softmax_scale, causal, window_size, softcap, num_splits, out_dtype = arguments
+    is_fp8 = any(x is not None for x in (*descales, out_dtype)) or E4M3 in (
+        getattr(x, "dtype", None) for x in (q, k_cache, v_cache)
+    )
+    if is_fp8:
+        out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
+        check_types(q, k_cache, v_cache, out_dtype)
     # A bound that hides no key of the whole cache hides none of its used part, so the canonical mask holds for all
     # lengths.
     problem = Problem.from_tensors(
         q, k_cache, v_cache, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap
     )
-    if problem.needs_grad:
+    if problem.needs_grad or (torch.is_grad_enabled() and want_gradient(*descales)):
         _refuse_gradient()
-    if reason := GENERATION.why_not(problem):
+    if is_fp8:
+        check_problem(problem)
+        check_scales(problem, descales, q.device)
+    elif reason := GENERATION.why_not(problem):
         raise UnsupportedProblem(f"fa3 cannot run this problem: {reason}")
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits must be a Python int; got {type(num_splits).__name__}")
@@ -318,8 +376,9 @@ def _checked(
     if problem.device != "cpu":
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             _check_cache(name, cache)
-    check_outputs(problem, q, out, lse)
-    return problem, num_splits
+    like = q.to(out_dtype) if is_fp8 else q
+    check_outputs(problem, like, out, lse)
+    return problem, num_splits, like.dtype
 
 
 def _refuse_gradient() -> None:
@@ -333,7 +392,8 @@ def _check_cache(name: str, cache: Tensor) -> None:
     if is_unreadable(cache):
         raise ValueError(
             f"{name} must have a last stride of 1 and others that are multiples of {ALIGNMENT} bytes, it is never "
-            f"copied; got strides {cache.stride()} of {cache.dtype}; allocate the cache so"
+            f"copied; got strides {cache.stride()} of {cache.dtype}; allocate the cache so, or make what another call "
+            "has returned contiguous"
         )
     if cache.data_ptr() % ALIGNMENT:
         raise ValueError(
@@ -370,27 +430,30 @@ def _check_lengths(cache_seqlens: Tensor, problem: Problem, device: torch.device
 # ---- torch.compile, for which a call is one operator
 
 _SCHEMA = (
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, float? softmax_scale, bool causal, "
-    "SymInt? window_left, SymInt? window_right, float softcap, SymInt num_splits) -> (Tensor, Tensor)"
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? descale_q, Tensor? descale_k, "
+    "Tensor? descale_v, float? softmax_scale, bool causal, SymInt? window_left, SymInt? window_right, float softcap, "
+    "SymInt num_splits, ScalarType? out_dtype) -> (Tensor, Tensor)"
 )
 
 
 @functools.partial(torch.library.custom_op, "fa3::with_kvcache", mutates_args=(), schema=_SCHEMA)
-def _operator(q, k_cache, v_cache, cache_seqlens, softmax_scale, causal, left, right, softcap, num_splits):
-    return _attend(q, k_cache, v_cache, cache_seqlens, (softmax_scale, causal, (left, right), softcap, num_splits))
+def _operator(q, k_cache, v_cache, cache_seqlens, descale_q, descale_k, descale_v, softmax_scale, causal, *others):
+    left, right, *others = others
+    arguments = (softmax_scale, causal, (left, right), *others)
+    return _attend(q, k_cache, v_cache, cache_seqlens, (descale_q, descale_k, descale_v), arguments)
 
 
 @_operator.register_fake
 def _(q, k_cache, v_cache, *arguments):
-    return q.new_empty(q.shape), q.new_empty(lse_shape(q), dtype=torch.float32)
+    out_dtype = arguments[-1] or (torch.bfloat16 if q.dtype == E4M3 else q.dtype)
+    return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
 def _call_operator(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor | None, arguments: tuple
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor | None, descales: Descales, arguments: tuple
 ) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+    if torch.is_grad_enabled() and want_gradient(q, k_cache, v_cache, *descales):
         _refuse_gradient()
-    softmax_scale, causal, (left, right), softcap, num_splits = arguments
-    return torch.ops.fa3.with_kvcache.default(
-        q, k_cache, v_cache, cache_seqlens, softmax_scale, causal, left, right, softcap, num_splits
-    )
+    softmax_scale, causal, (left, right), softcap, num_splits, out_dtype = arguments
+    numbers = (softmax_scale, causal, left, right, softcap, num_splits, out_dtype)
+    return torch.ops.fa3.with_kvcache.default(q, k_cache, v_cache, cache_seqlens, *descales, *numbers)

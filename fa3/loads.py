@@ -160,12 +160,13 @@ class RowGather:
     @staticmethod
     def of(dtype: type, tile: tuple, num_threads: int, thread_index: Int32) -> "RowGather":
         """For a tile of (rows, columns), columns a multiple of 32."""
+        piece = 128 // dtype.width  # elements of 16 bytes
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
         )
-        across = 8 if tile[1] % 64 == 0 else 4  # threads along a row, 16 bytes each
+        across = next(n for n in (8, 4, 2) if tile[1] % (n * piece) == 0)  # threads along a row, 16 bytes each
         thread = cute.make_tiled_copy_tv(
-            atom, cute.make_ordered_layout((num_threads // across, across), order=(1, 0)), cute.make_layout((1, 8))
+            atom, cute.make_ordered_layout((num_threads // across, across), order=(1, 0)), cute.make_layout((1, piece))
         ).get_slice(thread_index)
         return RowGather(atom, thread, thread.partition_S(cute.make_identity_tensor(tile)), num_threads // across)
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.arch import WARP_SIZE
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa3.e4m3 import load_bytes, round_to_e4m3
 from fa3.scheduler import Facts
 from fa3.softmax import rescale_rows
 from fa3.sync import THREADS_PER_WARPGROUP, NamedBarrier
-from fa_common.tiles import as_operand_a, as_rows_and_columns, round_to_operand_a
+from fa_common.tiles import QUAD, as_operand_a, as_rows_and_columns, round_to_operand_a
 
 STEP_BITS = 256  # of a row of A, and of a column of B, that one WGMMA multiplies: 16 columns, or 32 of 8 bits
 WIDEST_OF_TWO = 128  # columns of O of which the registers hold two
@@ -41,12 +42,14 @@ class Products:
     v_by_columns: bool  # and keys in the order of queries_and_keys
     tScS: cute.Tensor  # (MMA, MMA_M, MMA_N) coordinates (query, key) of acc_S inside the warpgroup's tile
     tScO: cute.Tensor  # (MMA, MMA_M, MMA_N) coordinates (query, column) of acc_O
+    row_scales: cute.Tensor | None  # (rows,) what this thread's rows of S are to be multiplied by, if they differ in it
     warpgroup: Int32
 
     @staticmethod
-    def of(mmas: tuple, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP, warpgroup_index: Int32, facts: Facts):
-        """sK (tile_n, width, stages), sV (width, tile_n, stages); of sQ and sP this warpgroup's 64 rows."""
-        (mma_qk, mma_rqk, mma_pv, mma_piece), config = mmas, facts.config
+    def of(mmas: tuple, operands: tuple, row_scales: cute.Tensor | None, warpgroup_index: Int32, facts: Facts):
+        """`operands` is sQ, sK (tile_n, width, stages), sV (width, tile_n, stages), sP; of sQ and sP this warpgroup's
+        64 rows."""
+        (mma_qk, mma_rqk, mma_pv, mma_piece), (sQ, sK, sV, sP), config = mmas, operands, facts.config
         thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
         thread_qk, thread_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
         tile_n, width = cute.size(sK, mode=[0]), cute.size(sV, mode=[0])
@@ -88,6 +91,7 @@ class Products:
             v_by_columns=facts.v_by_columns,
             tScS=thread_qk.partition_C(queries_and_keys(tile_n, facts.v_by_columns)),
             tScO=thread_pv.partition_C(cute.make_identity_tensor((ROWS, width))),
+            row_scales=row_scales,
             warpgroup=warpgroup_index,
         )
 
@@ -113,6 +117,11 @@ class Products:
         ]
         self.issue(steps, self.acc_S, self.tSrK[None, None, None, stage], accumulate=False)
 
+    def scale_rows(self) -> None:
+        """S, once it is done, times the scales of its rows."""
+        if self.row_scales is not None:
+            rescale_rows(self.acc_S, self.row_scales)
+
     @cute.jit
     def scores_again(self, stage: Int32):
         """S once more, number by number, for a warp that needs it when the other three may not: slow, and rare."""
@@ -128,6 +137,7 @@ class Products:
                 K = pairs_of_K[0, None, rows_and_columns[0, c][1], pair].load().to(Float32)
                 for r in cutlass.range_constexpr(num_rows):
                     S[r, c] = S[r, c] + (Q[r][0] * K[0] + Q[r][1] * K[1])
+        self.scale_rows()
 
     def issue_output(self, stage: Int32) -> None:
         """Starts O += P V and commits it as one group; nobody may touch P or acc_O before the group is waited for.
@@ -178,6 +188,12 @@ class Products:
         # What these threads wrote becomes visible to WGMMA; then all four warps of the warpgroup have written.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=NamedBarrier.ROWS + self.warpgroup, number_of_threads=THREADS_PER_WARPGROUP)
+
+
+def row_of_thread(r: int) -> Int32:
+    """Which of its warpgroup's 64 rows this thread's row r is: each warp has 16, see fa_common/tiles.py."""
+    thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+    return thread // WARP_SIZE * 16 + cute.arch.lane_idx() // QUAD + 8 * r
 
 
 def queries_and_keys(tile_n: int, in_halves: bool) -> cute.Tensor:

@@ -415,10 +415,14 @@ class Work:
     def place_of(self, tile: Tile, row: Int32) -> tuple:
         """(whether it exists, (row, head[, batch]) in Q and O) of a row of a tile's sequence."""
         batch = (tile.batch,) if self.facts.sequences != "packed" else ()
-        if not self.packs:
-            return row < tile.seqlen_q, (tile.offset_q + row, tile.head, *batch)
-        query, head = row // self.group, tile.head * self.group + row % self.group
+        query, head = self.query_and_head(tile, row)
         return query < tile.seqlen_q, (tile.offset_q + query, head, *batch)
+
+    def query_and_head(self, tile: Tile, row: Int32) -> tuple[Int32, Int32]:
+        """Which query of which query head a row of a tile's sequence is."""
+        if not self.packs:
+            return row, tile.head
+        return row // self.group, tile.head * self.group + row % self.group
 
     def head_kv(self, tile: Tile) -> Int32:
         return tile.head if self.packs else tile.head // self.group

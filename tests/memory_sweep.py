@@ -57,6 +57,9 @@ def results(versions: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         used = torch.tensor([300, 1, 0], dtype=torch.int32, device="cuda")
         out = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, num_splits=num_splits)
         yield f"cache {head_dim}, {num_splits} splits", out
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+        out = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, num_splits=num_splits)
+        yield f"fp8 cache {head_dim}, {num_splits} splits", out
 
 
 def main(versions: Sequence[str]) -> str | None:

@@ -29,7 +29,7 @@ KERNEL_METHODS = ("__call__", "kernel", "load", "attend", "block", "store")
 # A file an idea: warp roles and barriers, persistent tiles, loads, the two products, how O leaves; the merging of split
 # keys; FP8: its operands on chip, its attention, its quantisation; FP8 and decoding with a cache on the host.
 ONLY_FA2 = {"split_k.py"}  # what fa1's warps do, for the switch that goes back to it
-HOSTS = {"fp8.py", "fp8_launch.py", "quantize_launch.py", "kvcache.py"}  # launch kernels and have none
+HOSTS = {"fp8.py", "fp8_arguments.py", "fp8_launch.py", "quantize_launch.py", "kvcache.py"}  # have no kernel
 ONLY_FA3 = {"sync.py", "scheduler.py", "loads.py", "products.py", "epilogue.py", "merge.py"}
 ONLY_FA3 |= {"e4m3.py", "forward_fp8.py", "quantize.py"} | HOSTS
 KERNEL_FILES = ONLY_FA2 | ONLY_FA3 - HOSTS | {"forward.py", "backward.py", "softmax.py", "tiles.py"}

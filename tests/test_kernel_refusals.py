@@ -194,7 +194,7 @@ def test_what_the_fp8_kernel_refuses(v_by_columns):
     scales = [GpuTensor("float32", 2, heads, blocks) for heads, blocks in ((4, 4), (2, 2), (2, 2))]
     tensors = [q, k, v, out, GpuTensor("float32", 2, 4, 256), *scales, None, None, None]
     wrong = REFUSED_FP8 | (REFUSED_BY_COLUMNS if v_by_columns else {})
-    assert_each_refused(load(key, fp8_launch.build_forward), tensors, (0.1, 0.0, 0, 0, 132), wrong)
+    assert_each_refused(load(key, fp8_launch.build_forward), tensors, (0.1, 0.0, 0, 0, 132, 1), wrong)
 
 
 @pytest.mark.slow

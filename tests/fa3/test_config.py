@@ -211,7 +211,6 @@ def test_shared_memory_is_what_the_kernel_asks_for(problem):
         ({"p_in_registers": False, "optimistic_exp": False}, "the FP8 kernel needs p_in_registers=True"),
         ({"epilogue_overlap": False}, "needs epilogue_overlap=True"),
         ({"cluster": True}, "needs cluster=False; got cluster=True"),
-        ({"pack_gqa": True}, "needs pack_gqa=False; got pack_gqa=True"),
         ({"tile_n": 32}, "needs tile_n 64, 96 or 128 .*; got 32"),
         ({"tile_n": 80}, "needs tile_n 64, 96 or 128 .*; got 80"),
         ({"stages": 1}, "needs 2 stages or more .*; got 1"),

@@ -15,7 +15,7 @@ import torch
 import fa
 import fa3
 import fa_common.generation as generation_module
-from fa3 import algorithm, fp8, fp8_launch
+from fa3 import algorithm, fp8, fp8_arguments, fp8_launch
 from fa3.config import KV_BLOCK, Q_BLOCK, Config, default_fp8_config
 from fa_common import reference
 from fa_common.generation import ALIGNMENT
@@ -675,8 +675,8 @@ def test_what_is_quantized_has_more_digits():
 def test_another_gpu_is_named(arch):
     problem = fa.Problem(batch=1, seqlen_q=9, seqlen_k=9, heads_q=1, heads_kv=1, head_dim=64, dtype=E4M3, arch=arch)
     with pytest.raises(UnsupportedProblem, match=f"fp8 attention runs on sm_90, this GPU is sm_{arch}"):
-        fp8._check_problem(problem)
-    fp8._check_problem(replace(problem, arch=90))
+        fp8_arguments.check_problem(problem)
+    fp8_arguments.check_problem(replace(problem, arch=90))
 
 
 def test_a_block_of_keys_is_a_tile():
@@ -701,8 +701,9 @@ class Gpu:
         self.keys.append(key)
 
         def kernel(*arguments):
-            tensors, (softmax_scale, softcap, left, right, _) = arguments[:11], arguments[11:]
+            tensors, (softmax_scale, softcap, left, right, _, num_splits) = arguments[:11], arguments[11:]
             q, k, v, out, lse, *scales, cu_seqlens_q, cu_seqlens_k, counter = tensors
+            assert num_splits == 1
             refuse(key, q, k, v, scales, cu_seqlens_q, cu_seqlens_k)
             assert (counter is not None) == (key.config.scheduler == "dynamic")
             assert counter is None or (counter.dtype, counter.tolist()) == (torch.int32, [0])
@@ -859,8 +860,8 @@ def test_a_run_is_found_by_all_that_it_depends_on(gpu):
 
 
 def test_the_scale_1_is_made_once(gpu, monkeypatch):
-    made, one = [], fp8._one
-    monkeypatch.setattr(fp8, "_one", lambda device: made.append(1) or one(device))
+    made, one = [], fp8_arguments._one
+    monkeypatch.setattr(fp8_arguments, "_one", lambda device: made.append(1) or one(device))
     given = e4m3()
     for _ in range(3):
         fa3.flash_attn_func(*given, descale_k=torch.ones(1))

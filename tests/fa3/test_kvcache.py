@@ -21,6 +21,7 @@ from fa_common.problem import Problem, UnsupportedProblem
 LENGTHS = (0, 1, 127, 128, 129, 1000)
 CAPACITY = 1003
 HEADS = ((32, 8), (6, 1), (8, 8))
+NO_SCALES = (None, None, None)
 MASKS = {
     "full": {},
     "causal": {"causal": True},
@@ -292,7 +293,7 @@ def test_compiled_without_a_break():
 
 def test_the_operator_keeps_its_promises():
     q, k_cache, v_cache, cache_seqlens = make(lengths=(9, 5), capacity=9)
-    arguments = (q, k_cache, v_cache, cache_seqlens, None, True, 3, None, 0.0, 2)
+    arguments = (q, k_cache, v_cache, cache_seqlens, None, None, None, None, True, 3, None, 0.0, 2, None)
     torch.library.opcheck(torch.ops.fa3.with_kvcache.default, arguments)
 
 
@@ -362,8 +363,8 @@ def test_one_split_is_one_launch(launched, has_lengths):
     q, k_cache, v_cache, cache_seqlens = make(4)
     cache_seqlens = cache_seqlens if has_lengths else None
     problem = Problem.from_tensors(q, k_cache, v_cache, causal=True, softmax_scale=0.25)
-    run = kvcache._prepare(problem, 1, q, has_lengths)
-    out, lse = run(q, k_cache, v_cache, cache_seqlens, None, None)
+    run = kvcache._prepare(problem, 1, q.dtype, q, has_lengths, NO_SCALES)
+    out, lse = run(q, k_cache, v_cache, cache_seqlens, NO_SCALES, None, None)
     [(key, build, arguments)] = launched
     assert (key.sequences, key.splits, key.causal) == ("cached" if has_lengths else "dense", False, True)
     assert build is kvcache.build_forward
@@ -375,9 +376,9 @@ def test_one_split_is_one_launch(launched, has_lengths):
 def test_several_splits_are_merged(launched):
     q, k_cache, v_cache, cache_seqlens = make(4)
     problem = Problem.from_tensors(q, k_cache, v_cache, window_size=(20, 1), softcap=2.0)
-    run = kvcache._prepare(problem, 7, q, True)
+    run = kvcache._prepare(problem, 7, q.dtype, q, True, NO_SCALES)
     given = torch.empty_like(q), torch.empty(6, 6, 4)
-    results = run(q, k_cache, v_cache, cache_seqlens, *given)
+    results = run(q, k_cache, v_cache, cache_seqlens, NO_SCALES, *given)
     assert all(x is y for x, y in zip(results, given, strict=True))
     (attention, _, arguments), (merge, build, merged) = launched
     assert (attention.splits, attention.window, attention.softcap) == (True, True, True)
@@ -392,8 +393,8 @@ def test_several_splits_are_merged(launched):
 def test_queries_that_no_kernel_reads_are_copied_and_the_caches_never(launched):
     q, k_cache, v_cache, _ = make(4, head_dim=64)
     q = q.transpose(1, 3).contiguous().transpose(1, 3)
-    run = kvcache._prepare(Problem.from_tensors(q, k_cache, v_cache), 0, q, False)
-    out, _ = run(q, k_cache, v_cache, None, None, None)
+    run = kvcache._prepare(Problem.from_tensors(q, k_cache, v_cache), 0, q.dtype, q, False, NO_SCALES)
+    out, _ = run(q, k_cache, v_cache, None, NO_SCALES, None, None)
     [(_, _, arguments), *_] = launched
     assert arguments[0].is_contiguous()
     assert torch.equal(arguments[0], q)
@@ -403,5 +404,9 @@ def test_queries_that_no_kernel_reads_are_copied_and_the_caches_never(launched):
 
 
 def test_the_merge_key_is_not_the_attention_kernels():
-    keys = {kvcache.attention_key(PROBLEM, Config(), n, lengths) for n in (1, 2) for lengths in (False, True)}
-    assert len(keys | {kvcache.merge_key(PROBLEM)}) == 5
+    keys = {
+        kvcache.attention_kernel(PROBLEM, Config(), n, lengths, PROBLEM.dtype)[0]
+        for n in (1, 2)
+        for lengths in (False, True)
+    }
+    assert len(keys | {kvcache.merge_key(PROBLEM.head_dim, PROBLEM.dtype)}) == 5

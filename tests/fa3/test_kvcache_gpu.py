@@ -8,7 +8,7 @@ from fa3 import algorithm, kvcache
 from fa3.kvcache import flash_attn_with_kvcache
 from fa_common import reference
 from fa_common.compile import load
-from fa_common.problem import Problem, UnsupportedProblem
+from fa_common.problem import UnsupportedProblem
 
 pytestmark = pytest.mark.gpu
 
@@ -143,7 +143,7 @@ def test_empty(shape, num_splits):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_merging(dtype, head_dim):
     """The merging kernel alone, with splits, rows and sequences that have no key."""
-    merge = load(kvcache.merge_key(Problem(1, 1, 1, 1, 1, head_dim, dtype=dtype)), kvcache.build_merge)
+    merge = load(kvcache.merge_key(head_dim, dtype), kvcache.build_merge)
     for num_splits in (1, 2, 3, 4, 5, 8, 16, 31, 32, 33, 64, 65, 100, 127, 128):
         for batch, seqlen_q, heads in ((1, 1, 5), (3, 4, 2)):
             outs = torch.randn(num_splits, batch, seqlen_q, heads, head_dim, device="cuda")

@@ -8,14 +8,13 @@ import torch
 from fa3.kvcache import build_merge, merge_key
 from fa_common.compile import KernelKey, options
 from fa_common.isolated import run_isolated
-from fa_common.problem import Problem
 from fa_common.report import find_nvdisasm, report
 
 HEAD_DIMS = (8, 40, 64, 96, 128, 192, 256)
 
 
 def key_of(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> KernelKey:
-    return merge_key(Problem(1, 1, 1024, 32, 8, head_dim, dtype=dtype))
+    return merge_key(head_dim, dtype)
 
 
 def title(key: KernelKey) -> str:
