@@ -205,6 +205,10 @@ def compare(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which the versions take turns.")] = Budget.rounds,
     quick: Annotated[bool, typer.Option(help=f"Only sequence lengths {QUICK_SEQLENS}, in two rounds.")] = False,
+    idle_ms: Annotated[
+        int,
+        typer.Option(min=0, help="Rest of the GPU before each turn, in ms: bursts, whose rows are kept by themselves."),
+    ] = Budget.idle_ms,
     pass_: Pass = "fwd",
     results: Results = RESULTS,
     picture: Picture = benchmarks.compare.PICTURE,
@@ -229,7 +233,7 @@ def compare(
         if pass_ != "fwd":
             out.print(f"Of {pass_} only the speed is compared, on a GPU; this is the forward.")
         raise typer.Exit(benchmarks.without_gpu.compare(problems, versions, out))
-    budget = Budget(rounds=2 if quick else repeats)
+    budget = Budget(rounds=2 if quick else repeats, idle_ms=idle_ms)
     if in_fp8:
         raise typer.Exit(benchmarks.fp8.measure(problems, versions, budget, results, out, peers))
     everyone = [*versions, *peers]

@@ -26,6 +26,7 @@ from fa_common.problem import Direction, Problem
 
 SUITE = "compare"
 SUITES = {"fwd": SUITE, "bwd": "compare-bwd", "fwd+bwd": "compare-fwd-bwd"}  # by pass
+BURST = "-burst"  # behind a suite's name
 PICTURE = rows.ROOT / "docs" / "compare-latest.svg"
 
 Step = tuple[str, Callable[[], str]]  # what is measured, and what measures it and says how it went
@@ -164,6 +165,7 @@ class Sweep:
             pct_of_gemm=100 * tflops / gemm_tflops if gemm_tflops else None,
             rel_err=error,
             time=rows.now(),
+            idle_ms=self.budget.idle_ms or None,
             **columns,
             **asdict(timing),
             **self.facts,
@@ -195,10 +197,16 @@ def compare(
     """Sweeps the current GPU and shows the run; the exit status is 1 if one of ours failed, 130 if interrupted."""
     ours = [OURS[direction](version) for version in versions if version in GENERATIONS]
     peers = [in_direction(PEERS[version], direction) for version in versions if version in PEERS]
-    sweep = prepare([*ours, *peers], problems, budget, results, console, SUITES[direction], direction=direction)
+    suite = suite_of(SUITES[direction], budget)
+    sweep = prepare([*ours, *peers], problems, budget, results, console, suite, direction=direction)
     status = run(steps(sweep, [[problem] for problem in problems]), console)
     show(sweep, console, picture=picture)
     return status or int(bool(sweep.failed & set(GENERATIONS)))
+
+
+def suite_of(suite: str, budget: Budget) -> str:
+    """Where rows are kept: those of bursts by themselves, since heat makes others slower."""
+    return f"{suite}{BURST}" if budget.idle_ms else suite
 
 
 def in_direction(peer: Contender, direction: Direction) -> Contender:

@@ -95,7 +95,8 @@ def table(run: pd.DataFrame) -> Table:
 
     stale = stale_versions(run)
     marked = [column + (STALE if column in stale else "") for column in columns]
-    result = Table(f"{_title(run)}, TFLOP/s", ["dtype", "d", "mask", "seqlen", *marked], labels=4, notes=notes(run))
+    title = f"{_title(run)}, TFLOP/s{after_rest(run)}"
+    result = Table(title, ["dtype", "d", "mask", "seqlen", *marked], labels=4, notes=notes(run))
     if any(form == MARGIN for _, form in columns.values()):
         result.notes.append(f"{CLOSE} less than {AHEAD} times the best peer.")
     for problem in wide.index:
@@ -157,6 +158,12 @@ def missing_margins(run: pd.DataFrame) -> list[str]:
 def _title(run: pd.DataFrame) -> str:
     """Which pass a run timed."""
     return TITLES[run.pass_.iloc[-1]]
+
+
+def after_rest(run: pd.DataFrame) -> str:
+    """What a title says of bursts."""
+    idle_ms = run.idle_ms.iloc[-1]
+    return "" if pd.isna(idle_ms) else f", each turn after {idle_ms:.0f} ms of rest"
 
 
 def _split(wide: pd.DataFrame) -> tuple[list[str], list[str]]:

@@ -118,7 +118,7 @@ def measure(
 ) -> int:
     """Measures every problem, in 16 bits, on the current GPU; 1 if one of ours failed, 130 if interrupted."""
     everyone = [*contenders(versions), *(FP8_PEERS[peer] for peer in peers)]
-    sweep = compare.prepare(everyone, problems, budget, results, console, SUITE)
+    sweep = compare.prepare(everyone, problems, budget, results, console, compare.suite_of(SUITE, budget))
     status = compare.run([(name(problem), partial(all_ways, sweep, problem)) for problem in problems], console)
     compare.show(sweep, console, lambda run: [table(run)])
     return status or int(bool(sweep.failed - set(FP8_PEERS)))
@@ -154,7 +154,7 @@ def table(run: pd.DataFrame) -> Table:
     ratios += [(fp8, best)] * bool(peers)
     stale = comparison.STALE if comparison.stale_versions(run) else ""
     result = Table(
-        f"Forward in FP8, {VERSION}{stale}, TFLOP/s",
+        f"Forward in FP8, {VERSION}{stale}, TFLOP/s{comparison.after_rest(run)}",
         ["d", "mask", "seqlen", *NAMES.values(), *peers, *(f"{a} / {b}" for a, b in ratios)],
         labels=3,
         notes=[

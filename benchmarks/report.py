@@ -21,6 +21,7 @@ from benchmarks.rows import RESULTS, ROOT, AccuracyRow, QuantizeRow, Row, TestsR
 from benchmarks.tables import Table
 
 DOCS = ROOT / "docs"
+AT_REST = "--idle-ms 250"  # before the bursts that the documents show
 DOCUMENTS = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 
 _PLACE = re.compile(r"(?P<begin><!-- generated: (?P<block>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
@@ -110,6 +111,15 @@ def _compare_margins(gpu: Path, picture: str | None) -> str | None:
     run = comparison.newest_run(_rows(gpu, "compare"), comparison.missing_margins)
     table = None if run is None else comparison.margins(run)
     return table and _with_facts(run, table)
+
+
+def _bursts(
+    gpu: Path, picture: str | None, suite: str, table: Callable[[pd.DataFrame], Table] = comparison.table
+) -> str | None:
+    """The newest run whose turns began with the GPU at rest, of whatever problems it has."""
+    rows = _rows(gpu, f"{suite}{compare.BURST}")
+    run = rows[rows.run == rows.run.max()]
+    return None if run.empty else _with_facts(run, table(run))
 
 
 def _suite(module: ModuleType) -> Callable[[Path, str | None], str | None]:
@@ -205,6 +215,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Path, str | None], str | None]]] = {
     "sustained": ("sustained", _suite(sustained)),
     "decode": ("decode", _suite(decode)),
     "fp8": (f"compare --dtype {fp8.DTYPE}", _suite(fp8)),
+    "compare-burst": (f"compare {AT_REST}", partial(_bursts, suite=compare.SUITE)),
+    "fp8-burst": (f"compare --dtype {fp8.DTYPE} {AT_REST}", partial(_bursts, suite=fp8.SUITE, table=fp8.table)),
     "quantize": ("quantize", _quantize),
     "ablate": ("ablate", _ablate),
     "ablate-fa2": ("ablate --version fa2", partial(_ablate, version="fa2")),

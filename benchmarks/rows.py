@@ -57,9 +57,10 @@ class Row:
     lengths: list[int] | None = None  # of packed sequences, for queries and keys alike; seqlen_q is the longest
     tb_per_s: float | None = None  # bytes of K and V over the time
     seconds: float | None = None  # how long the GPU was kept busy with this version
+    idle_ms: int | None = None  # how long it was idle before each turn of this version
 
 
-EXTRAS = ("call", "softcap", "lengths", "tb_per_s", "seconds")  # left out of a row that has none
+EXTRAS = ("call", "softcap", "lengths", "tb_per_s", "seconds", "idle_ms")  # left out of a row that has none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Every timed launch finds a cold L2 cache, as a model's next layer would. The versions of one problem take turns, a
 few launches each, over several rounds: a GPU's clock and power drift by more than the versions differ, so each must see
 the same drift. Who went before leaves its heat and its clock behind, so from round to round another one goes before
-each.
+each; or the GPU rests before each turn, as it does between the bursts that published figures are.
 """
 
 import gc
@@ -30,6 +30,7 @@ class Budget:
     warmup_ms: float = 25.0
     round_ms: float = 25.0  # device time of one turn; a version slower than this gets one launch a turn
     max_launches: int = 20  # of one turn
+    idle_ms: int = 0  # how long the GPU has nothing to do before each turn
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Timer(Protocol):
 
     def burst(self, call: Call, launches: int) -> tuple[list[float], Reading]:
         """Device time in ms of each of `launches` launches, and a reading taken while they ran."""
+
+    def rest(self, ms: int) -> None:
+        """Leaves the device idle for so long."""
 
 
 class DeviceTimer:
@@ -106,6 +110,11 @@ class DeviceTimer:
         events[-1][1].synchronize()
         return [start.elapsed_time(end) for start, end in events], reading
 
+    def rest(self, ms: int) -> None:
+        """Waits until the device is done, then sleeps."""
+        torch.cuda.synchronize()
+        time.sleep(ms / 1000)
+
     def loop(self, call: Call, launches: int, seconds: float) -> tuple[list[float], list[Reading]]:
         """Launches back to back for `seconds`; ms a launch over each `launches` of them, and a reading in each.
 
@@ -142,6 +151,8 @@ def in_turns(timer: Timer, calls: Mapping[Name, Call], budget: Budget = Budget()
     for first in range(budget.rounds):
         for name in _order(names, first):
             turn = turns[name]
+            if budget.idle_ms:
+                timer.rest(budget.idle_ms)
             times, reading = timer.burst(turn.call, turn.launches)
             turn.times += times
             turn.readings.append(reading)

@@ -217,5 +217,5 @@ def few_queries_config(problem: Problem) -> Config:
 
 
 def few_queries_fp8_config(problem: Problem) -> Config:
-    """The same in FP8, where O never leaves through the memory of Q."""
+    """The same in FP8, where O never leaves through the memory of Q. More stages are slower (docs/fa3.md)."""
     return replace(few_queries_config(problem), stages=4, epilogue_overlap=True)

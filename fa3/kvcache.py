@@ -31,10 +31,11 @@ AUTOMATIC = 0  # num_splits
 MAX_SPLITS = 128  # that merge.py adds up
 
 # What a number of splits is judged by: bytes and microseconds, fitted to an H200's times of 42 calls with 1 to 128
-# splits (batch 1 to 64, caches of 1k to 128k).
+# splits (batch 1 to 64, caches of 1k to 128k); in e4m3 to those of 16 calls.
 BYTES_PER_US = 4.2e6  # of all SMs together
 SM_BYTES_PER_US = 60e3  # of one SM that has HBM to itself: twice its part of the whole
 TILE_US = 1.5  # until a tile's first block has come, and its O has gone
+E4M3_KEYS_PER_US = 160  # of one tile: V to be turned and exponentials to be made, of however few bytes
 MERGE_US = 2.0  # one kernel more
 WORTHWHILE = 0.98  # of the time without splits, or less
 
@@ -258,9 +259,9 @@ def decode_config(problem: Problem) -> Config:
         config = default_fp8_config(problem) if is_8_bit else default_config(problem)
         # The launch brings no counter to draw tiles from.
         return replace(config, scheduler="static")
-    stages = 4 if problem.head_dim <= 64 else 3 if problem.head_dim <= 192 else 2
     if is_8_bit:
-        return replace(few_queries_fp8_config(problem), stages=2 * stages, pack_gqa=problem.group > 1)
+        return replace(few_queries_fp8_config(problem), pack_gqa=problem.group > 1)
+    stages = 4 if problem.head_dim <= 64 else 3 if problem.head_dim <= 192 else 2
     return replace(few_queries_config(problem), stages=stages, pack_gqa=problem.group > 1)
 
 
@@ -287,9 +288,11 @@ def estimated_us(problem: Problem, config: Config, num_sms: int, num_splits: int
     num_tiles = -(-rows // config.tile_m) * heads * problem.batch * num_splits
     share = -(-_num_key_blocks(problem, config) // num_splits)
     block_bytes = 2 * config.tile_n * problem.head_dim * problem.dtype.itemsize  # K and V
+    least_us = config.tile_n / E4M3_KEYS_PER_US if problem.dtype == E4M3 else 0.0  # of a block
 
     def wave_us(num_ctas: int) -> float:
-        return TILE_US + share * block_bytes * max(num_ctas / BYTES_PER_US, 1 / SM_BYTES_PER_US)
+        block_us = block_bytes * max(num_ctas / BYTES_PER_US, 1 / SM_BYTES_PER_US)
+        return TILE_US + share * max(block_us, least_us)
 
     full_waves, rest = divmod(num_tiles, num_sms)
     time = full_waves * wave_us(num_sms) + (wave_us(rest) if rest else 0.0)

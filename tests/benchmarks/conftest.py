@@ -29,6 +29,7 @@ class FakeTimer:
         self.milliseconds = milliseconds
         self.bursts: list[tuple[Callable, int]] = []
         self.loops: list[tuple[Callable, int, float]] = []
+        self.rests: list[tuple[int, int]] = []  # how long, and before which burst
 
     def settle(self, call: Callable, estimate_ms: float) -> Callable:
         return call
@@ -36,6 +37,9 @@ class FakeTimer:
     def burst(self, call: Callable, launches: int) -> tuple[list[float], Reading]:
         self.bursts.append((call, launches))
         return [self.milliseconds(call)] * launches, Reading(1700.0, 600.0)
+
+    def rest(self, ms: int) -> None:
+        self.rests.append((ms, len(self.bursts)))
 
     def captured(self, call: Callable) -> Callable | None:
         return lambda: call()

@@ -62,6 +62,16 @@ def test_the_whole_command(cpu_problem, tmp_path):
 
 
 @pytest.mark.usefixtures("pretend_gpu")
+def test_bursts_are_kept_by_themselves(cpu_problem, tmp_path):
+    output = console()
+    fp8.measure([cpu_problem(64)], ["fa3"], Budget(rounds=1, idle_ms=250), tmp_path, output)
+    assert not (tmp_path / "h200" / "fp8.jsonl").exists()
+    kept = list(rows.read(tmp_path / "h200" / "fp8-burst.jsonl"))
+    assert [(row.version, row.idle_ms) for row in kept] == [(GEMM, 250), *[("fa3", 250)] * 3]
+    assert "Forward in FP8, fa3, TFLOP/s, each turn after 250 ms of rest" in output.file.getvalue()
+
+
+@pytest.mark.usefixtures("pretend_gpu")
 def test_tensors_are_quantized_before_the_timed_call(cpu_problem, monkeypatch):
     problem = cpu_problem(64)
     [_, on_quantized, quantizing] = fp8.contenders(["fa3"])

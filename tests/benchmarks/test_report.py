@@ -145,6 +145,19 @@ def test_the_other_suites(document, make_row, tmp_path):
     assert "500.0" not in text
 
 
+def test_bursts_are_the_newest_run_and_stand_in_no_other_table(document, make_row, tmp_path):
+    for run, tflops in (("r1", 111.0), ("r2", 222.0)):
+        problems = grid() if run == "r1" else grid()[:1]  # nothing makes a run of bursts complete
+        for problem in problems:
+            burst = make_row("fa3", problem, run=run, tflops=tflops, suite="compare-burst", idle_ms=250)
+            rows.append(burst, tmp_path / "results")
+    regenerate(document)
+    text = document.read_text()
+    assert text.count("each turn after 250 ms of rest") == text.count("| 222 |") == 1
+    assert "111" not in text
+    assert "`python -m benchmarks compare`" in text, "the other tables have no rows"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

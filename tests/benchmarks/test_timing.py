@@ -50,6 +50,17 @@ def test_in_few_rounds_nobody_follows_the_same_one_twice(fake_timer, names):
     assert len(pairs) == len(set(pairs))
 
 
+def test_the_device_rests_before_each_turn_and_not_while_it_warms_up(fake_timer):
+    timer = fake_timer(lambda call: 100.0)
+    calls = {name: lambda: None for name in "ab"}
+    in_turns(timer, calls, Budget(rounds=3, idle_ms=250))
+    assert timer.rests == [(250, burst) for burst in range(2, 8)]
+    assert len(timer.bursts) == 8
+    timer.rests.clear()
+    in_turns(timer, calls, Budget(rounds=3))
+    assert not timer.rests
+
+
 def test_each_call_keeps_its_own_times(fake_timer):
     slow, fast = (lambda: "slow"), (lambda: "fast")
     timings = in_turns(fake_timer(lambda call: 9.0 if call is slow else 0.5), {"slow": slow, "fast": fast})

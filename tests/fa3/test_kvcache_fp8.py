@@ -15,7 +15,14 @@ import fa3
 from fa3 import kvcache
 from fa3.config import check_fp8_config, default_fp8_config
 from fa3.fp8_launch import build_forward, forward_key
-from fa3.kvcache import attention_kernel, choose_splits, decode_config, flash_attn_with_kvcache
+from fa3.kvcache import (
+    E4M3_KEYS_PER_US,
+    attention_kernel,
+    choose_splits,
+    decode_config,
+    estimated_us,
+    flash_attn_with_kvcache,
+)
 from fa_common.compile import KernelKey
 from fa_common.problem import Problem, UnsupportedProblem
 from fa_common.report import SHARED_MEMORY_LIMIT, report
@@ -139,14 +146,16 @@ def test_the_operator_keeps_its_promises():
 PROBLEM = Problem(batch=1, seqlen_q=1, seqlen_k=8192, heads_q=32, heads_kv=8, head_dim=128, dtype=E4M3)
 
 
-def test_half_the_bytes_need_no_more_splits():
+def test_half_the_bytes_take_less_time_but_keys_take_theirs():
     bf16 = replace(PROBLEM, dtype=torch.bfloat16)
     for batch, capacity in product((1, 8, 64), (1024, 8192, 131072)):
-        splits = [
-            choose_splits(p, decode_config(p), 132)
-            for p in (replace(p, batch=batch, seqlen_k=capacity) for p in (PROBLEM, bf16))
-        ]
-        assert splits[0] <= splits[1]
+        sizes = {"batch": batch, "seqlen_k": capacity}
+        problems = [replace(problem, **sizes) for problem in (PROBLEM, bf16)]
+        times = [estimated_us(p, decode_config(p), 132, choose_splits(p, decode_config(p), 132)) for p in problems]
+        assert times[0] < times[1]
+    narrow = replace(PROBLEM, batch=8, head_dim=16)
+    assert estimated_us(narrow, decode_config(narrow), 132, 1) > 8192 / E4M3_KEYS_PER_US
+    assert choose_splits(narrow, decode_config(narrow), 132) > 1
 
 
 @pytest.mark.parametrize("has_lengths", [False, True])
