@@ -11,7 +11,7 @@ against many shapes. Names of public reports are as in tests/test_forward_gpu.py
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import pytest
@@ -455,6 +455,18 @@ def test_packed_sequences(head_dim, mask):
         packed = pack(lengths, head_dim, heads=heads)
         results = attend_packed(packed, **arguments_of(mask))
         check((lengths, heads), results, expect_packed(packed, **mask))
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_few_queries_of_several_heads_share_a_tile(head_dim, scales):
+    """And have scales of their own, packed and dense, by rows and by columns."""
+    for heads in ((4, 2), (12, 2)):
+        packed = pack(([1, 16, 5, 0, 9], [300, 100, 0, 4, 129]), head_dim, scales, heads=heads)
+        check((scales, heads), attend_packed(packed, causal=True), expect_packed(packed, causal=True))
+        for seqlen_q, v_by_columns in product((1, 16), (False, True)):
+            quantized = make(Shape(2, seqlen_q, 272, *heads), head_dim, scales, v_by_columns)
+            check((scales, heads, seqlen_q, v_by_columns), attend(quantized), expect(quantized))
 
 
 @pytest.mark.parametrize("config", [None, wide(64)], ids=["default", "96 keys"])
