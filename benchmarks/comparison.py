@@ -132,7 +132,7 @@ def margins(run: pd.DataFrame) -> Table | None:
     ratios = (wide[newest] / wide[peers].max(axis=1)).unstack("seqlen_q")
     stale = STALE if newest in stale_versions(run) else ""
     result = Table(
-        f"{_title(run)}, {newest}{stale} over its best peer ({', '.join(peers)})",
+        f"{_title(run)}, {newest}{stale} over its best peer ({', '.join(peers)}){after_rest(run)}",
         ["dtype", "d", "mask", *map(str, ratios)],
         labels=3,
         notes=notes(run),

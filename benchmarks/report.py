@@ -117,9 +117,8 @@ def _bursts(
     gpu: Path, picture: str | None, suite: str, table: Callable[[pd.DataFrame], Table] = comparison.table
 ) -> str | None:
     """The newest run whose turns began with the GPU at rest, of whatever problems it has."""
-    rows = _rows(gpu, f"{suite}{compare.BURST}")
-    run = rows[rows.run == rows.run.max()]
-    return None if run.empty else _with_facts(run, table(run))
+    run = comparison.newest_run(_rows(gpu, f"{suite}{compare.BURST}"), lacks=lambda run: ())
+    return None if run is None else _with_facts(run, table(run))
 
 
 def _suite(module: ModuleType) -> Callable[[Path, str | None], str | None]:

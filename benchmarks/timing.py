@@ -58,7 +58,7 @@ class Timer(Protocol):
         """Device time in ms of each of `launches` launches, and a reading taken while they ran."""
 
     def rest(self, ms: int) -> None:
-        """Leaves the device idle for so long."""
+        """Leaves the device idle for `ms`."""
 
 
 class DeviceTimer:
@@ -111,7 +111,7 @@ class DeviceTimer:
         return [start.elapsed_time(end) for start, end in events], reading
 
     def rest(self, ms: int) -> None:
-        """Waits until the device is done, then sleeps."""
+        """Waits until the device is done, then sleeps for `ms`."""
         torch.cuda.synchronize()
         time.sleep(ms / 1000)
 

@@ -85,6 +85,8 @@ def test_compare_without_a_gpu_compiles_real_kernels():
         (["--head-dim", "64,x"], "positive integers"),
         (["--head-dim", "60"], "head_dim must be a multiple of 8"),
         (["--repeats", "0"], "repeats"),
+        (["--idle-ms", "-1"], "'--idle-ms'"),
+        (["--idle-ms", "nan"], "'--idle-ms'"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], message: str):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import compare, rows
+from benchmarks import compare, comparison, rows
 from benchmarks.contenders import Ours
 from benchmarks.peers import GEMM, PEERS, Package
 from benchmarks.timing import Budget
@@ -186,6 +186,24 @@ def test_the_whole_command(monkeypatch, fake_timer, small_gemm, cpu_problem, tmp
     assert "bfloat16 d=64 full 1 x 128 x 1: cublas-gemm 0  fa2 0  fa3 0 TFLOP/s" in text
     assert "fa1 is missing in every problem: does not compile: tile_n" in text
     assert [row.version for row in kept(tmp_path)] == [GEMM, "fa2", "fa3"] * 2
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+@pytest.mark.parametrize(("direction", "suite"), [("fwd", "compare"), ("bwd", "compare-bwd")])
+def test_bursts_are_kept_by_themselves(cpu_problem, tmp_path, direction: str, suite: str):
+    budget, output = Budget(rounds=1, idle_ms=250), Console(file=StringIO(), width=160)
+    compare.compare([cpu_problem()], ["fa2"], budget, tmp_path, tmp_path / "picture.svg", output, direction)
+    [file] = (tmp_path / "h200").iterdir()
+    assert file.name == f"{suite}-burst.jsonl"
+    measured = [(row.suite, row.version, row.idle_ms) for row in rows.read(file)]
+    assert measured == [(f"{suite}-burst", GEMM, 250), (f"{suite}-burst", "fa2", 250)]
+
+
+def test_every_title_of_bursts_says_how_long_the_rest_was(make_row):
+    run = comparison.frame([make_row(version, idle_ms=250) for version in ("fa3", "cudnn")])
+    titles = [table.title for table in compare.tables(run)]
+    assert len(titles) == 2
+    assert all(title.endswith(", each turn after 250 ms of rest") for title in titles)
 
 
 def test_with_no_version_right_there_is_no_table(make_sweep, cpu_problem, tmp_path):

@@ -200,6 +200,19 @@ def test_the_report_has_rates_and_ratios(complete):
     assert "incomplete" not in text
 
 
+def test_the_report_has_bursts_of_part_of_the_grid(complete, make_row):
+    for way, rate in RATES.items():
+        row = make_row(suite="fp8-burst", call=way, dtype=fp8.DTYPE if way else "bfloat16", tflops=rate, idle_ms=250)
+        rows.append(row, complete / "results")
+    page = complete / "page.md"
+    page.write_text("<!-- generated: fp8-burst -->\n<!-- end -->\n")
+    report.regenerate([page], complete / "results", complete)
+    text = page.read_text()
+    assert "Forward in FP8, fa3, TFLOP/s, each turn after 250 ms of rest. NVIDIA H200" in text
+    assert text.count(" 1.50 |") == text.count("| 128 | full | 16384 | 700 | 1050 | 840 | 1.50 | 1.25 | 1.20 |") == 1
+    assert "incomplete" not in text
+
+
 def test_what_was_not_measured_is_a_dash_and_missing(complete):
     run = frame(complete)
     assert fp8.missing(run) == []
@@ -269,6 +282,18 @@ def test_the_peers_are_those_of_the_dtype(monkeypatch, arguments: list[str], pee
     result = CliRunner().invoke(app, ["compare", *arguments])
     assert result.exit_code == 0, result.output
     assert tuple(called["peers"]) == peers
+
+
+@pytest.mark.parametrize(("arguments", "idle_ms"), [([], 0), (["--idle-ms", "250"], 250)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_the_rest_between_turns_is_as_asked(monkeypatch, dtype: str, arguments: list[str], idle_ms: int):
+    budgets = []
+    monkeypatch.setattr("benchmarks.machine.why_no_hopper", lambda: None)
+    for module, command in ((fp8, "measure"), (benchmarks.compare, "compare")):
+        monkeypatch.setattr(module, command, lambda problems, who, budget, *given: budgets.append(budget) or 0)
+    result = CliRunner().invoke(app, ["compare", "--dtype", dtype, *arguments])
+    assert result.exit_code == 0, result.output
+    assert budgets == [Budget(idle_ms=idle_ms)]
 
 
 @pytest.mark.parametrize(

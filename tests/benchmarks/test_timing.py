@@ -1,4 +1,5 @@
 import gc
+import time
 from collections import Counter
 from itertools import pairwise, permutations
 
@@ -59,6 +60,14 @@ def test_the_device_rests_before_each_turn_and_not_while_it_warms_up(fake_timer)
     timer.rests.clear()
     in_turns(timer, calls, Budget(rounds=3))
     assert not timer.rests
+
+
+def test_a_rest_begins_once_the_device_is_done(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("done"))
+    monkeypatch.setattr(time, "sleep", events.append)
+    DeviceTimer.rest(None, 250)
+    assert events == ["done", 0.25]
 
 
 def test_each_call_keeps_its_own_times(fake_timer):
