@@ -10,7 +10,8 @@ described with one mode more, `last`, that steps by rows as well:
 
 Row `row` of a sequence of `length` rows from `offset` on lies at base + (offset + row) * stride, as it should; and
 row' reaches the tensor's end exactly where the sequence ends. A box must not lie wholly behind that end: TMA then
-faults (seen on an H200; it seems to look up the moved base). Hence an empty sequence is taken to have one row.
+faults (seen on an H200; it seems to look up the moved base). Hence an empty sequence is taken to have one row, and of a
+cluster, whose CTAs load half a block each, no CTA loads a half without rows.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from fa3.products import ROWS
 from fa3.scheduler import NUM_PLACES, Tile, Work
 from fa3.sync import THREADS_PER_WARPGROUP, NamedBarrier, Pipes
 from fa_common.tiles import KeyBlocks
+
+BOTH_CTAS = 0b11  # of a cluster, a bit each: a copy reaches both
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,7 @@ class TmaLoads:
     keys: list  # of each box of a block (TMA, stages) of sK and (TMA, n_blocks) of K
     values: list
     rows_q: tuple  # (first, last) block of 64 rows of the tile, of the sequence
+    halves: "Halves | None"  # of a cluster and a moving end
 
     @staticmethod
     def of(work: Work, tile: Tile, atoms: tuple, tensors: tuple, shared: Shared, pipes: Pipes) -> "TmaLoads":
@@ -251,7 +255,13 @@ class TmaLoads:
             of_queries = (sequences_of_q(sequences), tile.head, tile.batch, (tile.offset_q, tile.seqlen_q))
             gQ = cute.local_tile(rows_of(mQ, *of_queries), (ROWS, width), (None, 0))
             queries = tma_partition(tma_Q, shared.sQ, gQ)
-        num_warpgroups = config.num_consumer_warpgroups
+        num_warpgroups, halves = config.num_consumer_warpgroups, None
+        if const_expr(config.cluster and sequences != "dense"):
+            halves = Halves(
+                num_blocks=cute.ceil_div(cutlass.max(tile.seqlen_k - rank * (tile_n // 2), 0), tile_n),
+                first_of_keys=tma_partition(tma_K, *boxes_K[0], 0, cluster_size)[1],
+                first_of_values=tma_partition(tma_V, sV, gV, 0, cluster_size)[1],
+            )
         return TmaLoads(
             config,
             pipes,
@@ -260,6 +270,7 @@ class TmaLoads:
             keys=[tma_partition(tma_K, s, g, rank, cluster_size) for s, g in boxes_K],
             values=[tma_partition(tma_V, sV, gV, rank, cluster_size)],
             rows_q=(tile.m_block * num_warpgroups, cute.ceil_div(tile.seqlen_q, ROWS) - 1),
+            halves=halves,
         )
 
     @cute.jit
@@ -276,21 +287,43 @@ class TmaLoads:
                 cute.copy(self.atoms[0], source, tQsQ[None, w], tma_bar_ptr=full)
 
     def load_k(self, n_block: Int32, state: pipeline.PipelineState) -> None:
-        self.load_block(self.pipes.k, self.atoms[1], self.keys, n_block, state)
+        first = None if self.halves is None else self.halves.first_of_keys
+        self.load_block(self.pipes.k, self.atoms[1], self.keys, first, n_block, state)
 
     def load_v(self, n_block: Int32, state: pipeline.PipelineState) -> None:
-        self.load_block(self.pipes.v, self.atoms[2], self.values, n_block, state)
+        first = None if self.halves is None else self.halves.first_of_values
+        self.load_block(self.pipes.v, self.atoms[2], self.values, first, n_block, state)
 
-    def load_block(self, pipe, atom: cute.CopyAtom, boxes: list, n_block: Int32, state) -> None:
-        """A key block, or of a cluster this CTA's part of it into every CTA."""
+    def load_block(self, pipe, atom: cute.CopyAtom, boxes: list, first, n_block: Int32, state) -> None:
+        """A key block, or of a cluster this CTA's half of it into every CTA; `first`: the block's first half."""
         # Every consumer warp has released what this stage held; the full barrier is told how many bytes to expect.
         pipe.producer_acquire(state)
-        # A bit for each CTA of the cluster: the copy reaches both.
-        multicast = {"mcast_mask": Int16(3)} if self.config.cluster else {}
+        multicast = {"mcast_mask": Int16(BOTH_CTAS)} if self.config.cluster else {}
         full = pipe.producer_get_barrier(state)
         # All boxes of a block count down the same barrier, which expects the bytes of the whole stage.
         for smem, gmem in boxes:
-            cute.copy(atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=full, **multicast)
+            if first is None:
+                cute.copy(atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=full, **multicast)
+            else:
+                self.halves.copy(atom, (gmem, first), n_block, smem[None, state.index], full)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """What a CTA of a cluster loads of the last block of a moving end, which may hold no key of its half: the first
+    half's keys once more, which the mask hides there."""
+
+    num_blocks: Int32  # of the sequence, in which this CTA's half has a key
+    first_of_keys: cute.Tensor  # (TMA, n_blocks) of K, as the other CTA loads it
+    first_of_values: cute.Tensor
+
+    @cute.jit
+    def copy(self, atom: cute.CopyAtom, sources: tuple, n_block: Int32, smem: cute.Tensor, full: cute.Pointer):
+        own, first = sources
+        if n_block < self.num_blocks:
+            cute.copy(atom, own[None, n_block], smem, tma_bar_ptr=full, mcast_mask=Int16(BOTH_CTAS))
+        else:
+            cute.copy(atom, first[None, n_block], smem, tma_bar_ptr=full, mcast_mask=Int16(BOTH_CTAS))
 
 
 def tma_partition(atom: cute.CopyAtom, s: cute.Tensor, g: cute.Tensor, rank: Int32 = 0, num_ctas: int = 1) -> tuple:

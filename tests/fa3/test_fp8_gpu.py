@@ -31,6 +31,7 @@ from tests.test_forward_gpu import Shape, assert_same_bits, full_and_causal, ins
 pytestmark = pytest.mark.gpu
 
 ROUNDING_OF_P = 0.04  # of the norm of out
+ROUNDING_IN_FEW_ROWS = 0.06  # where few keys count, and few rows make up for each other
 ROUNDING_OF_ALL = 0.07  # the same where q, k and v are rounded too
 DRIFT = 0.01  # where V has one sign the roundings of P cancel, and what stays is what adding up loses
 DRIFT_OF_ONE_SUM = 0.02
@@ -463,10 +464,12 @@ def test_few_queries_of_several_heads_share_a_tile(head_dim, scales):
     """And have scales of their own, packed and dense, by rows and by columns."""
     for heads in ((4, 2), (12, 2)):
         packed = pack(([1, 16, 5, 0, 9], [300, 100, 0, 4, 129]), head_dim, scales, heads=heads)
-        check((scales, heads), attend_packed(packed, causal=True), expect_packed(packed, causal=True))
+        expected = expect_packed(packed, causal=True)
+        check((scales, heads), attend_packed(packed, causal=True), expected, ROUNDING_IN_FEW_ROWS)
         for seqlen_q, v_by_columns in product((1, 16), (False, True)):
             quantized = make(Shape(2, seqlen_q, 272, *heads), head_dim, scales, v_by_columns)
-            check((scales, heads, seqlen_q, v_by_columns), attend(quantized), expect(quantized))
+            name = scales, heads, seqlen_q, v_by_columns
+            check(name, attend(quantized), expect(quantized), ROUNDING_IN_FEW_ROWS)
 
 
 @pytest.mark.parametrize("config", [None, wide(64)], ids=["default", "96 keys"])

@@ -459,6 +459,13 @@ PACKED_CONFIGS = {
 }
 
 
+@pytest.mark.parametrize("name", ["default", "2-CTA multicast"])
+def test_no_box_lies_behind_the_end_of_a_sequence(name):
+    """TMA looks up the moved base of such a box, which is before K's memory by K's size: most likely no memory."""
+    torch.cuda.empty_cache()  # a segment of its own for K and for V
+    hold_packed(([130, 130, 130, 0], [33, 17, 65, 400_000]), PACKED_CONFIGS[name], heads=(8, 8))
+
+
 @configs(PACKED_CONFIGS)
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": (40, 9)}], ids=["causal", "window"])
 def test_packed_sequences(config, mask):
