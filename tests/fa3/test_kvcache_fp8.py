@@ -26,7 +26,8 @@ from fa3.kvcache import (
 from fa_common.compile import KernelKey
 from fa_common.problem import Problem, UnsupportedProblem
 from fa_common.report import SHARED_MEMORY_LIMIT, report
-from tests.fa3.test_kvcache_fp8_gpu import HEADS, MASKS, attend, check, exact, make
+from tests.fa3.test_kvcache_fp8_gpu import MASKS, attend, check, exact, make
+from tests.fa3.test_kvcache_gpu import HEADS
 
 E4M3 = torch.float8_e4m3fn
 SCALES = ("tensor", "head", "block")

@@ -16,25 +16,27 @@ from benchmarks.accuracy import dequantized
 from fa3.config import KV_BLOCK
 from fa3.kvcache import flash_attn_with_kvcache
 from fa_common import reference
+from tests.fa3.test_kvcache_gpu import (
+    CANARY,
+    CAPACITY,
+    HEADS,
+    LENGTHS,
+    SPLITS,
+    assert_same_bits,
+    every_head_dim,
+    one_and_several_splits,
+)
 
 E4M3 = torch.float8_e4m3fn
 NAN_BYTE = 0x7F
-LENGTHS = (0, 1, 127, 128, 129, 1000)
-CAPACITY = 1003
-HEADS = ((32, 8), (6, 1), (8, 8))
 MASKS = {
     "full": {},
     "causal": {"causal": True},
     "window ahead": {"window_size": (130, 2)},
     "softcap, causal, window": {"softcap": 5.0, "causal": True, "window_size": (300, -1)},
 }
-SPLITS = (0, 1, 2, 3, 7)
-ROUNDING_OF_P = 0.06  # of a row's norm: of few keys one rounding may count alone
+ROUNDING_OF_P = 0.06  # of a sequence's norm: of few keys one rounding may count alone
 LSE_ERROR = 2e-2
-CANARY = 768.0
-
-every_head_dim = pytest.mark.parametrize("head_dim", [64, 128, 256])
-one_and_several_splits = pytest.mark.parametrize("num_splits", [1, 3])
 
 
 class Caches(NamedTuple):
@@ -103,11 +105,6 @@ def check(name: object, results: tuple[Tensor, Tensor], expected: tuple[Tensor, 
     assert (error <= bound).all(), f"{name}: errors {(error / bound).tolist()} of what rounding P makes"
     error = (lse.double() - exact_lse).nan_to_num(0).abs().max().item()  # -inf less -inf
     assert error <= LSE_ERROR, f"{name}: error of LSE {error:.1e}"
-
-
-def assert_same_bits(results: tuple[Tensor, ...], expected: tuple[Tensor, ...], name: object = "") -> None:
-    for what, x, y in zip(("out", "LSE"), results, expected, strict=True):
-        assert torch.equal(x, y), f"{name}: {what} differs in {(x != y).sum()} of {x.numel()} elements"
 
 
 # ---- Values
